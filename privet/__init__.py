@@ -1,0 +1,1 @@
+"""What both sides of Privet share; knows neither app nor any method."""

@@ -1,0 +1,470 @@
+"""One configuration: composed by Hydra on the server, typed here, carried to every node with its hash.
+
+The YAML files in ``conf/`` hold every default; the dataclasses below hold every type, range and rule and
+have no defaults, so that no setting stands in two places. :func:`compose` is the only way in from text,
+:meth:`Config.from_json` the only way in from the wire, and both end in the same checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import shlex
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from privet.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+GROUPS = ("method", "task", "model", "privacy", "federation", "train")
+
+T = TypeVar("T")
+
+
+def number(*, gt: float | None = None, ge: float | None = None, lt: float | None = None) -> Any:
+    """Declare a numeric field with bounds; `None` values of optional fields are not checked."""
+    return field(metadata={"gt": gt, "ge": ge, "lt": lt})
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: ``W = W0 + (alpha / rank) B A`` on every target module."""
+
+    rank: int = number(ge=1)
+    alpha: float = number(gt=0)
+    targets: tuple[str, ...]
+    dropout: float = number(ge=0, lt=1)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The frozen base model.
+
+    `path` is a hub name, a local folder or ``package:module/folder``; with `architecture` the weights are
+    drawn from the seed instead. `sha256` (or a prefix of it) pins the weights file.
+    """
+
+    name: str
+    path: str | None
+    revision: str | None
+    sha256: str | None
+    tokenizer: str | None
+    architecture: dict[str, Any] | None
+    max_length: int = number(ge=2)
+    lora: LoraConfig
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """A classification task over a table with a text and a label column.
+
+    `path` may hold ``{client}``, which then names one file a client. `labels` lists the label values in
+    order; they come from the task, never from rows. `minimum` drops rows whose column is present and lower.
+    The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
+    """
+
+    name: str
+    path: str
+    test_path: str | None
+    test_rows: int | None = number(ge=1)
+    train_rows: int | None = number(ge=1)
+    text_column: str
+    pair_column: str | None
+    label_column: str
+    labels: tuple[str, ...]
+    minimum: dict[str, float]
+    deduplicate: bool
+    head: Literal["frozen", "shared", "local"]
+    pooling: Literal["mean", "model"]
+
+    def __post_init__(self) -> None:
+        if len(self.labels) < 2:
+            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: at least two label values")
+        if len(set(self.labels)) != len(self.labels):
+            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: a label stands twice")
+        if (self.test_path is None) == (self.test_rows is None):
+            raise ConfigError("set exactly one of task.test_path and task.test_rows")
+        if "{client}" in self.path and self.test_path is None:
+            raise ConfigError("task.path with {client} needs task.test_path: a public test set")
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How a simulation splits one training table over its clients."""
+
+    kind: Literal["iid", "dirichlet", "natural"]
+    column: str
+    alpha: float = number(gt=0)
+    min_rows: int = number(ge=1)
+
+
+@dataclass(frozen=True)
+class FederationConfig:
+    """Who takes part, how often, and what a round needs to count."""
+
+    clients: int = number(ge=1)
+    sampled: int | None = number(ge=1)
+    rounds: int = number(ge=1)
+    min_replies: int = number(ge=1)
+    timeout: float = number(gt=0)
+    weighting: Literal["auto", "uniform", "samples"]
+    cpus_per_client: int = number(ge=1)
+    gpus_per_client: float = number(ge=0)
+    partition: PartitionConfig
+
+    @property
+    def sample_size(self) -> int:
+        """Clients in a round: `sampled`, or all of them."""
+        return self.clients if self.sampled is None else self.sampled
+
+    def __post_init__(self) -> None:
+        if self.sample_size > self.clients:
+            raise ConfigError(
+                f"federation.sampled = {self.sampled} is not allowed: at most federation.clients = {self.clients}"
+            )
+        if self.min_replies > self.sample_size:
+            raise ConfigError(
+                f"federation.min_replies = {self.min_replies} is not allowed: "
+                f"at most the {self.sample_size} clients of a round"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The local steps. Under DP `batch_size` is the expected size of a Poisson draw."""
+
+    local_steps: int | None = number(ge=1)
+    local_epochs: float | None = number(gt=0)
+    batch_size: int = number(ge=1)
+    micro_batch: int = number(ge=1)
+    optimizer: Literal["sgd", "adamw"]
+    lr: float = number(gt=0)
+    momentum: float = number(ge=0, lt=1)
+    weight_decay: float = number(ge=0)
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16"]
+    threads: int = number(ge=1)
+
+    def __post_init__(self) -> None:
+        if (self.local_steps is None) == (self.local_epochs is None):
+            raise ConfigError("set exactly one of train.local_steps and train.local_epochs (the other: null)")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(f"train.momentum = {self.momentum} is not allowed: only with train.optimizer=sgd")
+
+    def steps(self, examples: int) -> int:
+        """Local steps of one round on a client that declares `examples` rows."""
+        if self.local_steps is not None:
+            return self.local_steps
+        assert self.local_epochs is not None
+        return max(1, math.ceil(self.local_epochs * examples / self.batch_size))
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """The budget of a run: sample-level (epsilon, delta)-DP for every client, add/remove-one row."""
+
+    mode: Literal["dp", "none"]
+    epsilon: float | None = number(gt=0)
+    delta: float | None = number(gt=0, lt=1)
+    clip: float | None = number(gt=0)
+    accountant: Literal["rdp", "prv"]
+    randomness: Literal["secure", "fast", "seeded"]
+    diagnostics: bool
+
+    @property
+    def private(self) -> bool:
+        """Whether training is differentially private."""
+        return self.mode == "dp"
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta", "clip"):
+            value = getattr(self, name)
+            if self.private and value is None:
+                raise ConfigError(f"privacy.{name} = null is not allowed: privacy=dp needs a number")
+            if not self.private and value is not None:
+                raise ConfigError(f"privacy.{name} = {value} has no effect with privacy=none: use privacy=dp")
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """The federated method: `target` is its class below ``strategies.``, `params` what that class reads."""
+
+    name: str
+    target: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run, checked."""
+
+    method: MethodConfig
+    task: TaskConfig
+    model: ModelConfig
+    privacy: PrivacyConfig
+    federation: FederationConfig
+    train: TrainConfig
+    evaluation: Literal["server", "none"]
+    seed: int = number(ge=0)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Config:
+        """Type and check a resolved configuration.
+
+        Raises
+        ------
+        ConfigError
+            One line with the key, the value and what is allowed.
+        """
+        raw = dict(raw)
+        method = raw.get("method")
+        if not isinstance(method, Mapping) or "_target_" not in method:
+            raise ConfigError("method is missing: name one, for example method=fedhsip")
+        rest = {k: v for k, v in method.items() if k not in ("_target_", "name", "lr")}
+        raw["method"] = {"name": method.get("name"), "target": method["_target_"], "params": rest}
+        return parse(cls, raw, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``Config.from_dict`` of it gives an equal object."""
+        out: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        method = out["method"]
+        out["method"] = {"name": method["name"], "_target_": method["target"], **method["params"]}
+        return out
+
+    def to_json(self) -> str:
+        """Return the canonical text that is hashed and sent to the nodes."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Read what :meth:`to_json` wrote, with all checks."""
+        try:
+            raw = json.loads(text)
+        except ValueError:
+            raise ConfigError("the configuration is not valid JSON") from None
+        if not isinstance(raw, dict):
+            raise ConfigError("the configuration is not a JSON object")
+        return cls.from_dict(raw)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of :meth:`to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+# --- typed parsing -------------------------------------------------------------------------------
+
+
+def parse(cls: type[T], raw: Any, path: str) -> T:
+    """Build the dataclass `cls` from a mapping; every key must be there, none may be left over.
+
+    Parameters
+    ----------
+    cls : type
+        A dataclass whose annotations name the allowed types and whose fields may carry bounds.
+    raw : Any
+        The mapping to read.
+    path : str
+        Dotted key of this section, for messages.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown or missing key, a wrong type or a value out of bounds.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path} = {raw!r} is not allowed: a group of settings")
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    for key in raw:
+        if key not in fields:
+            raise ConfigError(unknown("key", _join(path, str(key)), [_join(path, f) for f in fields]))
+    values = {}
+    for name, declared in fields.items():
+        key = _join(path, name)
+        if name not in raw:
+            raise ConfigError(f"{key} is missing")
+        values[name] = _convert(hints[name], raw[name], key)
+        _check_bounds(values[name], declared.metadata, key)
+    return cls(**values)
+
+
+def unknown(kind: str, value: str, allowed: Iterable[str]) -> str:
+    """One line for a name that does not exist, with the nearest match and what is allowed."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
+    hint = f" - did you mean '{near[0]}'?" if near else ""
+    return f"unknown {kind} '{value}'{hint} (allowed: {', '.join(allowed)})"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """Return `value` as the annotated type; numbers widen from int to float and nothing else changes type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = [a for a in args if a is not type(None)]
+        return _convert(inner, value, key)
+    if dataclasses.is_dataclass(hint):
+        return parse(typing.cast(type, hint), value, key)
+    if origin is Literal:
+        if value not in args or isinstance(value, bool):
+            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+            hint_text = f" - did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(
+                f"{key} = {value} is not allowed{hint_text} (allowed: {', '.join(str(a) for a in args)})"
+            )
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ConfigError(f"{key} = {value!r} is not allowed: a list, for example {key}=[a,b]")
+        return tuple(_convert(args[0], v, f"{key}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} = {value!r} is not allowed: a mapping, for example {key}={{a: 1}}")
+        return {str(k): _convert(args[1], v, _join(key, str(k))) for k, v in value.items()}
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise ConfigError(f"{key} = {'null' if value is None else repr(value)} is not allowed: {names[hint]}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value} is not allowed: a finite number")
+    return value
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, Any], key: str) -> None:
+    if value is None or not isinstance(value, (int, float)):
+        return
+    gt, ge, lt = bounds.get("gt"), bounds.get("ge"), bounds.get("lt")
+    parts = []
+    if gt is not None:
+        parts.append(f"greater than {gt:g}")
+    if ge is not None:
+        parts.append(f"at least {ge:g}")
+    if lt is not None:
+        parts.append(f"less than {lt:g}")
+    bad = (
+        (gt is not None and value <= gt) or (ge is not None and value < ge) or (lt is not None and value >= lt)
+    )
+    if bad:
+        raise ConfigError(f"{key} = {value} is not allowed: {' and '.join(parts)}")
+
+
+# --- composition ---------------------------------------------------------------------------------
+
+
+def options(group: str) -> list[str]:
+    """Names that a group accepts, for example every method."""
+    return sorted(p.stem for p in (CONF_DIR / group).glob("*.yaml"))
+
+
+def split_overrides(text: str) -> list[str]:
+    """Split the ``overrides`` setting of the run configuration as a shell would."""
+    try:
+        return shlex.split(text)
+    except ValueError as err:
+        raise ConfigError(f"overrides = {text!r} is not allowed: {err}") from None
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Compose and check the configuration from Hydra overrides such as ``train.lr=0.5``.
+
+    Raises
+    ------
+    ConfigError
+        One line with the value, what is allowed and, for names, the nearest match.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    chosen, values = _check_overrides(overrides)
+    try:
+        with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
+            plain = hydra_compose("config", overrides=[f"{g}={v}" for g, v in chosen.items()])
+            known = set(_dotted(OmegaConf.to_container(plain, resolve=False)))
+            for key in values:
+                if key not in known:
+                    raise ConfigError(unknown("key", key, _siblings(key, known)))
+            full = hydra_compose("config", overrides=list(overrides))
+            raw = OmegaConf.to_container(full, resolve=True, throw_on_missing=False)
+    except (HydraException, OmegaConfBaseException) as err:
+        raise ConfigError(" ".join(str(err).split())) from None
+    missing = [k for k, v in _leaves(raw) if v == "???"]
+    if missing:
+        raise ConfigError(f"{missing[0]} is missing: set it, for example {missing[0]}=VALUE")
+    return Config.from_dict(typing.cast(dict[str, Any], raw))
+
+
+def _check_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the chosen group options and the dotted keys of all other overrides."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    chosen: dict[str, str] = {}
+    keys: list[str] = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            raise ConfigError(f"'{text}' is not allowed: a setting reads key=value, for example train.lr=0.5") from None
+        key = override.key_or_group
+        if override.type is None or override.type.name != "CHANGE" or override.package is not None:
+            raise ConfigError(f"'{text}' is not allowed: every key exists already, write {key}=VALUE")
+        if override.is_sweep_override():
+            raise ConfigError(f"'{text}' is not allowed: one value a run (for a list write {key}=[a,b])")
+        if key in GROUPS:
+            value = str(override.value())
+            if value not in options(key):
+                raise ConfigError(unknown(key, value, options(key)))
+            chosen[key] = value
+        else:
+            keys.append(key)
+    return chosen, keys
+
+
+def _dotted(node: Any, path: str = "") -> Iterator[str]:
+    if path:
+        yield path
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _dotted(value, _join(path, str(key)))
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, _join(path, str(key)))
+    else:
+        yield path, node
+
+
+def _siblings(key: str, known: Iterable[str]) -> list[str]:
+    """Keys worth naming next to a wrong one: those of its own section, else every section's."""
+    parent = key.rpartition(".")[0]
+    known = list(known)
+    same = [k for k in known if k.rpartition(".")[0] == parent]
+    if parent and same:
+        return same
+    leaf = key.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == leaf]
+    return near or [k for k in known if "." not in k]

@@ -1,0 +1,1 @@
+"""Data sources, tasks, partitions and batches."""

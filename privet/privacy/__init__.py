@@ -1,0 +1,1 @@
+"""Differential privacy: gradients, sampling, accounting and the ledger."""
