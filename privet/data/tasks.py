@@ -1,0 +1,287 @@
+"""Classification tasks: from a table to texts and label indices, with a public test set apart.
+
+The label set comes from the task and never from rows, so that a node's rows decide nothing that others see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from privet.config import TaskConfig
+from privet.data.sources import read_table, resolve_path
+from privet.errors import ConfigError, DataError
+
+CLIENT = "{client}"
+LABEL = "label"
+_NO_NUMBER = frozenset({"", "na", "n/a", "nan", "null", "none"})
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Rows of a classification task, in a fixed order.
+
+    Attributes
+    ----------
+    texts : list of str
+        n texts, none of them blank.
+    pairs : list of str or None
+        The second text of every row, for tasks over pairs.
+    labels : numpy.ndarray
+        (n,) int64, indices into ``task.labels``.
+    columns : numpy.ndarray or None
+        (n,) texts of the column that a partition asked for.
+    """
+
+    texts: list[str]
+    pairs: list[str] | None
+    labels: np.ndarray
+    columns: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Examples:
+        """Return the rows at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return Examples(
+            texts=[self.texts[i] for i in chosen],
+            pairs=None if self.pairs is None else [self.pairs[i] for i in chosen],
+            labels=self.labels[chosen],
+            columns=None if self.columns is None else self.columns[chosen],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TaskData:
+    """A task's training rows and its public test rows; `dropped` counts the rows left out, by reason."""
+
+    train: Examples
+    test: Examples
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
+    """Load the one table of a task and set the public test rows apart.
+
+    The test set is `test_path`, or the `test_rows` rows whose text sorts first by SHA-256, whatever the seed
+    and the order of the file. No text stands on both sides of that split.
+
+    Parameters
+    ----------
+    cfg : TaskConfig
+        The task; its path holds no ``{client}``.
+    column : str, optional
+        A further column to keep for a partition; ``label`` is the task's label, whatever its
+        column is called.
+
+    Raises
+    ------
+    ConfigError
+        When `path` names one file a client, or a package is missing.
+    DataError
+        One line without row contents when a file or a column is missing, a label has no row, or fewer rows
+        are usable than asked for.
+    """
+    if CLIENT in cfg.path:
+        raise ConfigError("task.path with {client} is one file a client: there is no table to split")
+    path = resolve_path(cfg.path)
+    rows, dropped = _load(path, cfg, column)
+    missing = sorted(set(range(len(cfg.labels))) - set(rows.labels.tolist()))
+    if missing:
+        raise DataError(
+            f"'{path}': no usable row has the label '{cfg.labels[missing[0]]}' of task.labels "
+            f"({len(rows)} rows have one of task.labels; left out: {_counts(dropped)})"
+        )
+    if cfg.test_path is not None:
+        train, test = rows, load_test(cfg)
+    else:
+        train, test = _split(rows, cfg, path, dropped)
+    if cfg.train_rows is not None:
+        if cfg.train_rows > len(train):
+            raise DataError(f"task.train_rows = {cfg.train_rows} is not possible: '{path}' has {len(train)}")
+        train = _first(train, cfg.train_rows)
+    return TaskData(train, test, dict(dropped))
+
+
+def load_test(cfg: TaskConfig) -> Examples:
+    """Load the public test rows only; raises as :func:`load_task` does."""
+    if cfg.test_path is None:
+        return load_task(cfg).test
+    return _load(resolve_path(cfg.test_path), cfg, None)[0]
+
+
+def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
+    """Load one client's own file, where `path` holds ``{client}``.
+
+    A client may lack a label: that is what a real split looks like. `train_rows` is at most, here.
+
+    Parameters
+    ----------
+    cfg : TaskConfig
+        The task.
+    client : int or str
+        What stands for ``{client}``: a partition number or a node's name.
+
+    Raises
+    ------
+    ConfigError
+        When `path` has no ``{client}``, or the name could leave the folder.
+    DataError
+        As :func:`load_task`.
+    """
+    if CLIENT not in cfg.path:
+        raise ConfigError("task.path names one table for all clients: write {client} for one file each")
+    name = str(client)
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or ".." in name:
+        raise ConfigError(f"client name {name!r} is not allowed in a path: letters, digits, '.', '_' and '-'")
+    rows = _load(resolve_path(cfg.path.replace(CLIENT, name)), cfg, None)[0]
+    return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
+
+
+def snapshot(examples: Examples) -> str:
+    """Return the SHA-256 over texts, pairs and labels in their order: equal exactly for equal rows."""
+    digest = hashlib.sha256()
+    for texts in (examples.texts, examples.pairs):
+        digest.update(b"none" if texts is None else b"%d" % len(texts))
+        for text in texts or ():
+            raw = text.encode()
+            digest.update(b":%d:" % len(raw))  # the length, so that no two lists of texts read the same
+            digest.update(raw)
+    digest.update(np.ascontiguousarray(examples.labels, dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+# --- from cells to examples ----------------------------------------------------------------------
+
+
+def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Counter[str]]:
+    """Read, filter and convert; the counter says why how many rows were left out."""
+    column = cfg.label_column if column == LABEL else column
+    wanted = [cfg.text_column, cfg.pair_column, cfg.label_column, *cfg.minimum, column]
+    frame = read_table(path, [name for name in wanted if name is not None])
+    dropped: Counter[str] = Counter()
+
+    def keep(mask: np.ndarray, reason: str) -> None:
+        nonlocal frame
+        if not mask.all():
+            dropped[reason] += int((~mask).sum())
+            frame = frame[mask]
+
+    def cells(name: str) -> list[str]:
+        return _cells(frame[name], path)
+
+    index = {value: i for i, value in enumerate(cfg.labels)}
+    keep(_mask(cells(cfg.label_column), lambda value: value.strip() != ""), "without a label")
+    keep(
+        _mask(cells(cfg.label_column), lambda value: value.strip() in index),
+        "with a label not in task.labels",
+    )
+    for name in (cfg.text_column, cfg.pair_column):
+        if name is not None:
+            keep(_mask(cells(name), lambda value: value.strip() != ""), "without a text")
+    for name, least in cfg.minimum.items():
+        values = _numbers(frame[name], path)
+        keep(~(values < least), "below task.minimum")  # NaN: not graded, so not below
+    if cfg.deduplicate:
+        pairs = cells(cfg.pair_column) if cfg.pair_column is not None else []
+        seen = pd.DataFrame({"text": cells(cfg.text_column), **({"pair": pairs} if cfg.pair_column else {})})
+        keep(~seen.duplicated().to_numpy(), "with the text of an earlier row")
+    if frame.empty:
+        raise DataError(f"'{path}' has no usable row; left out: {_counts(dropped)}")
+
+    columns = None
+    if column is not None:
+        columns = np.array([value.strip() for value in cells(column)], dtype=object)
+        if blank := int((columns == "").sum()):
+            raise DataError(
+                f"'{path}': column '{column}' is empty in {blank} rows, so no client would get them"
+            )
+    labels = np.array([index[value.strip()] for value in cells(cfg.label_column)], dtype=np.int64)
+    pairs_or_none = None if cfg.pair_column is None else cells(cfg.pair_column)
+    return Examples(cells(cfg.text_column), pairs_or_none, labels, columns), dropped
+
+
+def _mask(values: Iterable[str], test: Callable[[str], bool]) -> np.ndarray:
+    return np.fromiter((test(value) for value in values), dtype=bool)
+
+
+def _cells(column: pd.Series, path: Path) -> list[str]:
+    """Return the cells as texts that a tokenizer accepts; a missing cell is the empty text."""
+    values = column.astype(object).where(column.notna(), "").tolist()
+    texts = [value if type(value) is str else _cell(value) for value in values]
+    if (wrong := texts.count(None)) > 0:
+        raise DataError(f"'{path}': column '{column.name}' holds lists or objects in {wrong} rows, not texts")
+    out = [text for text in texts if text is not None]
+    try:
+        "".join(out).encode()
+    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no encoder accepts
+        out = [text.encode("utf-8", "replace").decode() for text in out]
+    return out
+
+
+def _cell(value: Any) -> str | None:
+    """Return a cell that is no text as one, as its file would spell it; None for a list or an object."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, (bool, np.bool_)):
+        return "true" if value else "false"
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        return str(int(value))  # a column of whole numbers with a gap arrives as floats
+    if isinstance(value, (list, tuple, dict, set, np.ndarray)):
+        return None
+    return str(value)
+
+
+def _numbers(column: pd.Series, path: Path) -> np.ndarray:
+    """Return the cells as float64, (n,), NaN where a cell is missing."""
+    values = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    doubtful = np.flatnonzero(np.isnan(values))
+    wrong = sum(cell.strip().lower() not in _NO_NUMBER for cell in _cells(column.iloc[doubtful], path))
+    if wrong:
+        raise DataError(f"'{path}': column '{column.name}' of task.minimum is no number in {wrong} rows")
+    return values
+
+
+def _counts(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count} rows {reason}" for reason, count in dropped.items()) or "none"
+
+
+# --- which rows ----------------------------------------------------------------------------------
+
+
+def _by_hash(texts: Sequence[str], prefix: str = "") -> np.ndarray:
+    """Return the order of the texts by SHA-256, (n,) int64; equal texts keep their order."""
+    keys = [hashlib.sha256((prefix + text).encode()).digest() for text in texts]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+
+
+def _first(examples: Examples, count: int) -> Examples:
+    """Keep `count` rows by a hash order that is independent of the test split's, in their old order."""
+    return examples.take(np.sort(_by_hash(examples.texts, "train:")[:count]))
+
+
+def _split(
+    examples: Examples, cfg: TaskConfig, path: Path, dropped: Counter[str]
+) -> tuple[Examples, Examples]:
+    assert cfg.test_rows is not None
+    order = _by_hash(examples.texts)
+    test = examples.take(np.sort(order[: cfg.test_rows]))
+    public = set(test.texts)
+    rest = [i for i in np.sort(order[cfg.test_rows :]) if examples.texts[i] not in public]
+    if overlap := len(examples) - len(test) - len(rest):
+        dropped["with the text of a test row"] += overlap
+    if not rest:
+        raise DataError(
+            f"task.test_rows = {cfg.test_rows} leaves no row to train on: "
+            f"'{path}' has {len(examples)} usable rows"
+        )
+    return examples.take(rest), test
