@@ -1,0 +1,365 @@
+"""Differentially private gradients at the price of ordinary ones.
+
+For the examples i of a draw, all trained coordinates concatenated into one vector g_i per example, the engine
+computes
+
+    (sum_i g_i min(1, C / ||g_i||) + N(0, sigma^2 C^2 I)) / b
+
+with b the expected size of a draw (Abadi et al. 2016, Algorithm 1, flat clipping). One forward and one
+backward pass over a micro-batch suffice: the layers that train hand out per-example gradients in the pass
+(:mod:`privet.privacy.per_sample`), and what is kept per example (:mod:`privet.privacy.parts`) lives until
+the micro-batch is added up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from privet.errors import ConfigError
+from privet.privacy.parts import LinearPart, Part, ProjectedPart, Projection, uneven_rows
+from privet.privacy.per_sample import Tap, is_linear
+
+if TYPE_CHECKING:
+    from privet.privacy.rng import Randomness
+
+_EXPERTS = re.compile(r"(^|\.)(experts?|router|moe|block_sparse_moe)$")
+_EXPERT_CLASS = re.compile(r"Moe|MoE|Experts|Router")
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What one micro-batch looked like before clipping: private, it must not leave the node.
+
+    Attributes
+    ----------
+    norms : Tensor
+        Norm of every example's gradient, (rows,); not finite where the gradient is not.
+    nonfinite : int
+        Examples whose gradient was replaced by zero.
+    """
+
+    norms: Tensor
+    nonfinite: int
+
+
+class GradientEngine:
+    """Clipped and noised gradient sums of a model's trainable linear layers.
+
+    An engine is built once for a model and a set of trainable parameters and may be attached for any number
+    of rounds. While it is attached, a backward pass leaves the trainable parameters without a ``.grad``.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Anything whose trainable parameters all belong to `nn.Linear` or `Conv1D` layers that see one row
+        per example first, for example a PEFT model. It must stand on its device already.
+    clip : float
+        C, the bound on the norm of one example's whole gradient.
+    projection : Projection, optional
+        Train shared coordinates in place of the parameters that it names; the remaining ones (a head)
+        train as they are, inside the same clip.
+
+    Raises
+    ------
+    ConfigError
+        For a trainable parameter without a per-example rule, and for layers that mix the examples of a batch;
+        the message names it.
+
+    Examples
+    --------
+    >>> engine = GradientEngine(model, clip=1.0)
+    >>> with engine.attached():
+    ...     for batch in micro_batches:
+    ...         loss_per_example(model, batch).sum().backward()
+    ...         engine.accumulate(rows=len(batch))
+    ...     gradients = engine.private_sum(randomness, sigma=0.8, expected_batch=32)
+    """
+
+    def __init__(self, model: nn.Module, *, clip: float, projection: Projection | None = None) -> None:
+        if not (clip > 0 and math.isfinite(clip)):
+            raise ConfigError(f"privacy.clip = {clip} is not allowed: greater than 0 and finite")
+        _refuse_mixing(model)
+        self._model = model
+        self._clip = clip
+        self._parameters = _trainable(model)
+        owners = _owners(model, self._parameters)
+        self._parts, self._taps = _build(owners, projection)
+        self._batch_norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+        self._shapes = {name: shape for part in self._parts for name, shape in part.shapes.items()}
+        self._sums: dict[str, Tensor] = {}
+        self._attached = False
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Shape of every result of :meth:`private_sum`, by name; together, the vector that is clipped."""
+        return self._shapes
+
+    # --- life of the taps ---------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Tap the layers and start with an empty sum.
+
+        Raises
+        ------
+        ConfigError
+            If other parameters train than when the engine was built, a layer's forward was replaced by
+            someone else, or a batch normalisation layer is in training mode.
+        RuntimeError
+            If the engine is attached already.
+        """
+        if self._attached:
+            raise RuntimeError("the engine is attached already")
+        now = _trainable(self._model)
+        for name in now.keys() ^ self._parameters.keys():
+            raise ConfigError(f"{name} began or ceased to train after the engine was built: build a new one")
+        for name, parameter in now.items():
+            if parameter is not self._parameters[name]:
+                raise ConfigError(f"{name} was replaced after the engine was built: build a new one")
+        for name, tap in self._taps.items():
+            if not is_linear(tap.module):
+                raise ConfigError(f"{name} has a forward that is not its own: is another engine attached?")
+        self._refuse_batch_norm()
+        for tap in self._taps.values():
+            tap.insert()
+        self._attached = True
+
+    def detach(self) -> None:
+        """Give the model back as it was, and forget the sum. Does nothing on a detached engine."""
+        if not self._attached:
+            return
+        for tap in self._taps.values():
+            tap.remove()
+        self._attached = False
+        self._sums = {}
+        self.discard()
+
+    @contextmanager
+    def attached(self) -> Iterator[GradientEngine]:
+        """Attach for the length of a ``with`` block."""
+        self.attach()
+        try:
+            yield self
+        finally:
+            self.detach()
+
+    # --- one step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accumulate(self, rows: int) -> Clipped:
+        """Clip the examples of one micro-batch and add them to the sum.
+
+        Call it after ``loss.sum().backward()``, where `loss` has one entry per example that depends on no
+        other example. The per-example gradients are freed, also when this raises; the sum then is as before.
+
+        Parameters
+        ----------
+        rows : int
+            Number of examples in the micro-batch.
+
+        Returns
+        -------
+        Clipped
+            Norms and the count of examples that were not finite, for this node's own log.
+
+        Raises
+        ------
+        ConfigError
+            If a layer did not keep one row per example, a layer was used but the backward pass did not reach
+            it, or a trainable parameter has a gradient besides the recorded one; the message names it.
+        """
+        self._require_attached()
+        try:
+            # Inside the caller's autocast region the sums would be products in bfloat16.
+            with torch.autocast(self._parts[0].device.type, enabled=False):
+                clipped, added = self._clip_rows(self._recorded(rows))
+        finally:
+            self.discard()
+        # Nothing below allocates for a second micro-batch, so an example is in the sum wholly or not at all.
+        for name, tensor in added.items():
+            if name in self._sums:
+                self._sums[name].add_(tensor)
+            else:
+                self._sums[name] = tensor
+        return clipped
+
+    def discard(self) -> None:
+        """Drop what a micro-batch has left per example, say when its backward pass ran out of memory."""
+        for part in self._parts:
+            part.clear()
+        for tap in self._taps.values():
+            tap.reset()
+
+    @torch.no_grad()
+    def private_sum(self, randomness: Randomness, sigma: float, expected_batch: int) -> dict[str, Tensor]:
+        """Release the noised sum of this step and start the next one.
+
+        An empty draw needs no special case: without a call to :meth:`accumulate` the result is noise alone.
+
+        Parameters
+        ----------
+        randomness : Randomness
+            Source of the noise.
+        sigma : float
+            Noise multiplier: the standard deviation in every coordinate is ``sigma * clip``.
+        expected_batch : int
+            b, the public divisor; never the size of the actual draw.
+
+        Returns
+        -------
+        dict of str to Tensor
+            ``(sum + noise) / b`` by parameter name, ``"theta"`` for projected coordinates; at least float32.
+        """
+        self._require_attached()
+        if not (sigma >= 0 and math.isfinite(sigma)):
+            raise ValueError(f"sigma = {sigma} is not a noise multiplier")
+        if expected_batch < 1:
+            raise ValueError(f"expected_batch = {expected_batch} is not a batch size")
+        if any(part.rows is not None for part in self._parts):
+            raise RuntimeError("a micro-batch was neither accumulated nor discarded")
+        released = {}
+        for part in self._parts:
+            for name, noise in part.noise(randomness, sigma * self._clip).items():
+                total = noise if name not in self._sums else noise.add_(self._sums[name])
+                released[name] = total.div_(expected_batch)
+        self._sums = {}
+        return released
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _recorded(self, rows: int) -> list[Part]:
+        """Return the parts that the backward pass reached, all checked against `rows`."""
+        self._refuse_batch_norm()
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"{name} has a .grad: it was not cleared, or the parameter is used outside of its own "
+                    "layer, where it has no per-example rule"
+                )
+        recorded = [part for part in self._parts if part.rows is not None]
+        for part in recorded:
+            if part.rows != rows:
+                raise uneven_rows(part.name, part.rows or 0, rows)
+        for name, tap in self._taps.items():
+            if tap.called and not tap.recorded:
+                raise ConfigError(
+                    f"{name} was used but got no gradient: under re-entrant checkpointing the inputs must "
+                    "require grad (model.enable_input_require_grads()), or use_reentrant=False"
+                )
+        if not recorded:
+            raise ConfigError("the backward pass reached no trainable layer")
+        return recorded
+
+    def _clip_rows(self, parts: list[Part]) -> tuple[Clipped, dict[str, Tensor]]:
+        squares = [part.squared_norms() for part in parts]
+        device = squares[0].device
+        norms = torch.stack([s.to(device) for s in squares]).sum(0).sqrt()
+        finite = norms.isfinite()
+        nonfinite = int(finite.logical_not().sum())
+        factors = self._clip / norms.clamp_min(self._clip)
+        if nonfinite:
+            # A factor of zero is not enough: zero times infinity would spoil the whole sum.
+            factors = factors.where(finite, 0.0)
+            for part in parts:
+                part.zero_rows(finite.logical_not().to(part.device))
+        added: dict[str, Tensor] = {}
+        for part in parts:
+            added.update(part.weighted_sum(factors.to(part.device, part.dtype)))
+        return Clipped(norms, nonfinite), added
+
+    def _refuse_batch_norm(self) -> None:
+        for name, module in self._batch_norms.items():
+            if module.training or not module.track_running_stats:
+                raise ConfigError(
+                    f"{name}: batch normalisation mixes the examples of a batch; put it in eval mode"
+                )
+
+    def _require_attached(self) -> None:
+        if not self._attached:
+            raise RuntimeError("the engine is not attached")
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _refuse_mixing(model: nn.Module) -> None:
+    """Refuse models whose examples see each other or whose adapters are more than linear layers."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if _EXPERTS.search(name) or _EXPERT_CLASS.search(kind):
+            raise ConfigError(
+                f"{name or 'the model'} ({kind}): a mixture of experts may route the examples of a batch "
+                "together, which is not supported under DP"
+            )
+        if getattr(module, "lora_variant", None):
+            variant = type(next(iter(module.lora_variant.values()))).__name__
+            raise ConfigError(
+                f"{name}: the adapter variant {variant} is not supported under DP, only plain LoRA"
+            )
+
+
+def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Module]:
+    """Return the linear layers that own the trainable parameters, by layer name.
+
+    Raises
+    ------
+    ConfigError
+        For a parameter that no linear layer owns, or two.
+    """
+    if not parameters:
+        raise ConfigError("the model has no trainable parameter")
+    layers = {name: m for name, m in model.named_modules() if is_linear(m)}
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+    owners: dict[str, nn.Module] = {}
+    for name, parameter in parameters.items():
+        first, *others = holders[id(parameter)]
+        if others:
+            raise ConfigError(
+                f"{name} is shared by {first} and {others[0]}: no per-example rule for tied weights"
+            )
+        if first not in layers:
+            kind = type(model.get_submodule(first)).__name__
+            raise ConfigError(f"{name} trains, but there is no per-example rule for {kind}: freeze it")
+        owners[first] = layers[first]
+    return owners
+
+
+def _build(
+    owners: Mapping[str, nn.Module], projection: Projection | None
+) -> tuple[list[Part], dict[str, Tap]]:
+    """Return the parts of the clipped vector and a tap for every layer that trains."""
+    parts: list[Part] = []
+    taps: dict[str, Tap] = {}
+    names = {f"{name}.weight" if name else "weight": name for name in owners}
+    if projection is not None:
+        modules = {}
+        for parameter in projection.order:
+            layer = names.get(parameter)
+            if layer is None or not owners[layer].get_parameter("weight").requires_grad:
+                raise ConfigError(f"projection: {parameter} is not the trainable weight of a linear layer")
+            bias = owners[layer].bias
+            if bias is not None and bias.requires_grad:
+                raise ConfigError(f"projection: the bias of {layer} trains too: freeze it")
+            modules[parameter] = owners[layer]
+        projected = ProjectedPart(projection, modules)
+        parts.append(projected)
+        for parameter in projection.order:
+            taps[names[parameter]] = Tap(modules[parameter], projected.recorder(parameter))
+    for name, module in owners.items():
+        if name not in taps:
+            part = LinearPart(name, module)
+            parts.append(part)
+            taps[name] = Tap(module, part.record)
+    return parts, taps
