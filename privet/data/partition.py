@@ -103,7 +103,7 @@ def _train(cfg: Config) -> Examples:
 # --- the three splits ----------------------------------------------------------------------------
 
 
-def _iid(cfg: FederationConfig, examples: Examples, seed: int) -> list[Sequence[int]]:
+def _iid(cfg: FederationConfig, examples: Examples, seed: int) -> list[np.ndarray]:
     from flwr_datasets.partitioner import IidPartitioner
 
     order = np.random.default_rng(seed).permutation(
@@ -112,7 +112,7 @@ def _iid(cfg: FederationConfig, examples: Examples, seed: int) -> list[Sequence[
     return _parts(IidPartitioner(cfg.clients), cfg.clients, row=order)
 
 
-def _dirichlet(cfg: FederationConfig, examples: Examples, seed: int) -> list[Sequence[int]]:
+def _dirichlet(cfg: FederationConfig, examples: Examples, seed: int) -> list[np.ndarray]:
     from flwr_datasets.partitioner import DirichletPartitioner
 
     rows, clients, least = len(examples), cfg.clients, cfg.partition.min_rows
@@ -139,7 +139,7 @@ def _dirichlet(cfg: FederationConfig, examples: Examples, seed: int) -> list[Seq
     )
 
 
-def _natural(cfg: FederationConfig, examples: Examples, seed: int) -> list[Sequence[int]]:
+def _natural(cfg: FederationConfig, examples: Examples, seed: int) -> list[np.ndarray]:
     from flwr_datasets.partitioner import NaturalIdPartitioner
 
     values, codes = _groups(cfg, examples)
@@ -169,11 +169,12 @@ def _groups(cfg: FederationConfig, examples: Examples) -> tuple[list[Any], np.nd
     return values, np.array([index[cell] for cell in cells], dtype=np.int64)
 
 
-def _parts(partitioner: Any, clients: int, **columns: np.ndarray) -> list[Sequence[int]]:
+def _parts(partitioner: Any, clients: int, **columns: np.ndarray) -> list[np.ndarray]:
     from datasets import Dataset
 
-    partitioner.dataset = Dataset.from_dict(columns)
-    return [partitioner.load_partition(i)["row"] for i in range(clients)]
+    # As numpy arrays in one read: iterating the library's column builds a Python object a row.
+    partitioner.dataset = Dataset.from_dict(columns).with_format("numpy")
+    return [partitioner.load_partition(i)[:]["row"] for i in range(clients)]
 
 
 def _verify(parts: Sequence[np.ndarray], rows: int, clients: int) -> None:

@@ -48,7 +48,10 @@ def resolve_path(path: str) -> Path:
     parts = PurePosixPath(path.removeprefix(PACKAGE)).parts
     if not parts or not parts[0].isidentifier() or ".." in parts:
         raise ConfigError(f"'{path}' is not allowed: write package:module/folder/file, without '..'")
-    spec = importlib.util.find_spec(parts[0])
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except ValueError:  # a module without a spec, such as __main__
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"'{path}' needs the Python package '{parts[0]}', which is not installed "

