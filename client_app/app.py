@@ -1,0 +1,49 @@
+"""The Flower ClientApp: one thin handler for every message type.
+
+Nothing but Flower is imported here. What can fail is imported inside the handlers, so that every exception,
+import errors included, ends as a kind of error and one line of our own; its text may hold data and stays here.
+"""
+
+import logging
+from collections.abc import Callable
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Run one phase of one round."""
+
+    def handle() -> RecordDict:
+        from client_app.node import answer_train
+
+        return answer_train(message.content, context.node_config)
+
+    return _guarded(handle, message)
+
+
+@app.query("describe")
+def describe(message: Message, context: Context) -> Message:
+    """Say who this node is."""
+
+    def handle() -> RecordDict:
+        from client_app.node import answer_describe
+
+        return answer_describe(message.content, context.node_config)
+
+    return _guarded(handle, message)
+
+
+def _guarded(handle: Callable[[], RecordDict], message: Message) -> Message:
+    try:
+        content = handle()
+    except Exception as error:
+        # The traceback is for this node's own log. Only the kind crosses the wire.
+        logging.getLogger("privet").exception("this node could not answer")
+        reason = f"{type(error).__name__}; the node's own log has more"
+        failed = {"node": "", "kind": "error", "reason": reason, "uncharged": False}
+        content = RecordDict({"failed": ConfigRecord(failed)})
+    return Message(content, reply_to=message)

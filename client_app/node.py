@@ -1,0 +1,439 @@
+"""A node: its name, its rows, its store and its duties towards a request.
+
+The order of a private phase is fixed: check everything, charge the ledger, train, store the reply, answer. A
+repeated request is answered from the store; whatever is refused before the charge costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+
+from client_app.store import NodeStore
+from client_app.trainer import Diagnostics, Noise, Trainer
+from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
+from privet.config import Config
+from privet.data.collate import tokenise
+from privet.data.partition import client_examples
+from privet.data.tasks import Examples, load_node_file, snapshot
+from privet.devices import pick_device, pick_dtype
+from privet.errors import ConfigError, PrivetError, Refusal
+from privet.plan import required_sigma
+from privet.privacy.ledger import Entry
+from privet.privacy.rng import make_randomness
+from privet.privacy.sampling import sampling_rate
+from privet.seeding import child_seed
+from privet.trainables import Trainables
+from privet.wire import (
+    Arrays,
+    Description,
+    Failed,
+    Payload,
+    Reply,
+    Request,
+    check_arrays,
+    code_hash,
+    pack_description,
+    pack_failure,
+    pack_reply,
+    unpack_request,
+)
+from strategies.base import load_method
+
+log = logging.getLogger("privet")
+
+MECHANISM = "poisson-subsampled gaussian"
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What Flower's ``--node-config``, or the simulation, says about this node.
+
+    Attributes
+    ----------
+    name : str
+        The node's own name; everything that lasts is keyed by it.
+    partition : int or None
+        Index of this client in a simulation; None on a real node.
+    data_path : str or None
+        The node's own table; None in a simulation.
+    store : str or None
+        The node's own folder; None: the simulation's run directory.
+    public_examples : int or None
+        Declared row count; None: the true count.
+    max_epsilon : float or None
+        Lifetime budget of this node's rows.
+    """
+
+    name: str
+    partition: int | None
+    data_path: str | None
+    store: str | None
+    public_examples: int | None
+    max_epsilon: float | None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether rows come from a partition and not from the node's own table."""
+        return self.data_path is None
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> NodeConfig:
+        """Read Flower's node configuration.
+
+        Raises
+        ------
+        Refusal
+            Kind ``"node-config"`` naming the missing keys, where the node has neither rows nor a partition.
+        """
+        partition, path = raw.get("partition-id"), raw.get("data-path")
+        if partition is None and path is None:
+            raise Refusal(
+                "node-config", "the node was started without data: its --node-config needs data-path (and name)"
+            )
+        default = f"client-{partition}" if partition is not None else platform.node() or "node"
+        name = str(raw.get("name", default))
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            raise Refusal("node-config", "the node's name may hold letters, digits, '.', '_' and '-' only")
+        store = raw.get("store")
+        if store is None and path is not None:
+            store = str(Path.home() / ".privet" / "nodes" / name)
+        cap, declared = raw.get("max-epsilon"), raw.get("public-examples")
+        return cls(
+            name=name,
+            partition=int(partition) if partition is not None else None,
+            data_path=str(path) if path is not None else None,
+            store=str(store) if store is not None else None,
+            public_examples=int(declared) if declared is not None else None,
+            max_epsilon=float(cap) if cap is not None else None,
+        )
+
+    def root(self, request_store: str) -> Path:
+        """Folder of this node's store: its own, else below the simulation's run directory."""
+        if self.store is not None:
+            return Path(self.store)
+        if not request_store:
+            raise Refusal("node-config", "the node was started without a store")
+        return Path(request_store) / self.name
+
+    def examples(self, config: Config) -> Examples:
+        """Load this node's rows."""
+        if self.data_path is not None:
+            return load_node_file(config.task, self.data_path)
+        assert self.partition is not None
+        return client_examples(config, self.partition)
+
+    def declared(self, rows: int) -> int:
+        """Row count that the node declares public: ``public-examples``, else the true count."""
+        return rows if self.public_examples is None else self.public_examples
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def answer_describe(content: RecordDict, raw_node_config: Mapping[str, Any]) -> RecordDict:
+    """Answer ``query.describe``: name, declared rows, versions."""
+    name = ""
+    try:
+        node = NodeConfig.read(raw_node_config)
+        name = node.name
+        request = unpack_request(content)
+        config = _checked_config(request)
+        examples = node.examples(config)
+        return pack_description(
+            Description(
+                node=node.name,
+                examples=node.declared(len(examples)),
+                code_hash=code_hash(),
+                versions={p: version(p) for p in ("flwr", "torch", "transformers", "peft", "opacus")},
+            )
+        )
+    except PrivetError as error:
+        return _failure(error, name, uncharged=True)
+
+
+def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> RecordDict:
+    """Answer one phase of one round, or say in one line why not."""
+    name = ""
+    charged = False
+
+    def on_charge() -> None:
+        nonlocal charged
+        charged = True
+
+    try:
+        node = NodeConfig.read(raw_node_config)
+        name = node.name
+        request = unpack_request(content)
+        if request.node != node.name:
+            raise Refusal("another-node", "the request is for another node")
+        config = _checked_config(request)
+        with NodeStore(node.root(request.store), node.name) as store:
+            known = store.load_reply(request.fingerprint)
+            if known is None:
+                known = _Phase(node, request, config, store).run(on_charge)
+            else:
+                _commit_kept(store, known[1])
+        return pack_reply(_reply_from(known))
+    except PrivetError as error:
+        return _failure(error, name, uncharged=not charged)
+
+
+def _failure(error: PrivetError, node: str, *, uncharged: bool) -> RecordDict:
+    """Return a refusal; texts that may name local files stay in the node's own log."""
+    log.error("%s refuses: %s", node or "a node without a name", error)
+    if isinstance(error, Refusal):
+        failed = Failed(node, error.kind, str(error), uncharged)
+    elif isinstance(error, ConfigError):
+        failed = Failed(node, "config", str(error), uncharged)
+    else:
+        kind = type(error).__name__.removesuffix("Error").lower()
+        failed = Failed(node, kind, "the node's own log has the reason", uncharged)
+    return pack_failure(failed)
+
+
+def _checked_config(request: Request) -> Config:
+    """Return the configuration of a request whose hashes hold."""
+    if request.code_hash != code_hash():
+        raise Refusal("code-hash", "this node runs other code than the server")
+    if hashlib.sha256(request.config.encode()).hexdigest() != request.config_hash:
+        raise Refusal("config-hash", "the configuration does not have the announced hash")
+    return Config.from_json(request.config)
+
+
+class _Phase:
+    """One phase on one node; a Session for the method's client half."""
+
+    def __init__(self, node: NodeConfig, request: Request, config: Config, store: NodeStore) -> None:
+        self._node = node
+        self._request = request
+        self._config = config
+        self._store = store
+        self._kept: dict[str, str] = {}
+        self._flags: list[str] = []
+        self._diagnostics: Diagnostics | None = None
+
+    def run(self, on_charge: Any) -> tuple[dict[str, Arrays], dict[str, Any]]:
+        """Check, charge, train, store; return what :func:`_reply_from` reads."""
+        request, config = self._request, self._config
+        self._refuse_seeded()
+        method = load_method(config, adapter_spec(config))
+        if request.phase not in (*method.phases, *method.warmup_phases):
+            raise Refusal("phase", "the method has no such phase")
+        adapter, head = method.download_shapes(request.phase)
+        check_arrays(request.payload.adapter, adapter, "adapter")
+        check_arrays(request.payload.head, head, "head")
+        examples = self._node.examples(config)
+        declared = self._node.declared(len(examples))
+        if declared < 1 or len(examples) < 1:
+            raise Refusal("zero-rows", "this node has no rows")
+        self._freeze(snapshot(examples), declared)
+
+        self._on_charge = on_charge
+        self._steps = config.train.steps(declared)
+        self._q = sampling_rate(config.train.batch_size, declared)
+        self._declared = declared
+        self._method_releases = method.releases.get(request.phase)
+        self._check_sigma()
+        device = pick_device(config.train.device)
+        torch.set_num_threads(config.train.threads)
+        self.model: AdaptedModel = load_model(
+            config, device=device, dtype=pick_dtype(config.train.dtype, device)
+        )
+        tokenizer = load_tokenizer(config.model)
+        rows = tokenise(tokenizer, examples, config.model.max_length)
+        self._trainer = Trainer(
+            self.model, rows, int(tokenizer.pad_token_id or 0), config.train, config.privacy
+        )
+        payload = method.client(request.phase, request.payload, self)
+        return self._finish(payload)
+
+    # --- Session ---------------------------------------------------------------------------------
+
+    def train(self, trainables: Trainables) -> None:
+        """Charge, then take the local steps."""
+        if self._diagnostics is not None:
+            raise Refusal("phase", "a phase trains once")
+        if not self._config.privacy.private:
+            path = ("batches", self._request.round, self._request.phase, self._node.name)
+            seed = child_seed(self._config.seed, *path)
+            self._diagnostics = self._trainer.train_plain(trainables, self._steps, seed)
+            return
+        self._charge()
+        path = ("noise", self._request.fingerprint)
+        seeded = self._config.privacy.randomness == "seeded"
+        randomness = make_randomness(
+            self._config.privacy.randomness, child_seed(self._config.seed, *path) if seeded else None
+        )
+        noise = Noise(self._q, self._request.sigma, randomness)
+        self._diagnostics = self._trainer.train_private(trainables, self._steps, noise)
+
+    def recall(self, name: str) -> Arrays | None:
+        """Return arrays that this node kept in an earlier phase of this run."""
+        kept = (self._store.load_json(_kept_name(self._request.run)) or {}).get("files", {})
+        return self._store.load_tensors(kept[name]) if name in kept else None
+
+    def keep(self, name: str, arrays: Arrays) -> None:
+        """Write arrays beside the old ones; they take their place together with the stored reply."""
+        file = f"{name}-{self._request.fingerprint[:16]}"
+        self._store.save_tensors(file, arrays)
+        self._kept[name] = file
+
+    def flag(self, text: str) -> None:
+        """Put a public remark on the reply."""
+        self._flags.append(text)
+
+    # --- duties ----------------------------------------------------------------------------------
+
+    def _refuse_seeded(self) -> None:
+        privacy = self._config.privacy
+        if not self._node.simulated and privacy.randomness == "seeded":
+            raise Refusal("seeded", "privacy.randomness=seeded is for simulations: it is not private")
+        if not self._node.simulated and privacy.diagnostics:
+            raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
+
+    def _freeze(self, data: str, declared: int) -> None:
+        """Hold the run to its first configuration, rows and order of rounds (design rule 13)."""
+        request = self._request
+        name = f"run-{_safe(request.run)}"
+        facts = {
+            "config": request.config_hash,
+            "code": request.code_hash,
+            "rows": data,
+            "declared": declared,
+            "planned_steps": request.planned_steps,
+        }
+        frozen = self._store.load_json(name)
+        if frozen is None:
+            self._store.save_json(name, {**facts, "round": request.round})
+            return
+        for key, what in (
+            ("config", "the configuration"),
+            ("code", "the code"),
+            ("rows", "this node's rows"),
+            ("declared", "this node's declared row count"),
+            ("planned_steps", "the number of planned steps"),
+        ):
+            if frozen[key] != facts[key]:
+                raise Refusal("changed", f"{what} changed during the run; a change needs a new run")
+        if request.round < frozen["round"]:
+            raise Refusal("order", f"round {request.round} was asked for after round {frozen['round']}")
+        if request.round > frozen["round"]:
+            self._store.save_json(name, {**frozen, "round": request.round})
+
+    def _check_sigma(self) -> None:
+        """Recompute the noise from this node's own q and refuse a lower one (design rule 9)."""
+        request = self._request
+        if not self._config.privacy.private:
+            return
+        if request.planned_steps < self._steps:
+            raise Refusal("sigma", "fewer steps are planned than this round takes")
+        needed = required_sigma(self._config, self._q, request.planned_steps)
+        if not request.sigma >= needed * (1 - 1e-6):
+            raise Refusal("sigma", f"sigma {request.sigma:.4g} is below the {needed:.4g} that this node needs")
+
+    def _charge(self) -> None:
+        """Write the ledger's entry before anything that it pays for exists (design rule 10)."""
+        privacy, request = self._config.privacy, self._request
+        assert privacy.delta is not None and privacy.epsilon is not None and privacy.clip is not None
+        if self._method_releases != "dp-sgd":
+            raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
+        entry = Entry(
+            run=request.run,
+            method=self._config.method.name,
+            round=request.round,
+            phase=request.phase,
+            mechanism=MECHANISM,
+            q=self._q,
+            sigma=request.sigma,
+            clip=privacy.clip,
+            steps=self._steps,
+            declared=self._declared,
+            request=request.fingerprint,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        ledger = self._store.ledger(privacy.delta, self._node.max_epsilon)
+        ledger.charge(entry, run_epsilon=privacy.epsilon, accountant=privacy.accountant)
+        self._on_charge()
+
+    def _finish(self, payload: Payload) -> tuple[dict[str, Arrays], dict[str, Any]]:
+        """Log what stays, then store the reply with everything that was kept, then let it go."""
+        seen = self._diagnostics
+        self._log(seen)
+        open_run = not self._config.privacy.private or self._config.privacy.diagnostics
+        values: dict[str, Any] = {
+            "node": self._node.name,
+            "request": self._request.fingerprint,
+            "config_hash": self._request.config_hash,
+            "code_hash": self._request.code_hash,
+            "examples": self._declared,
+            "steps": seen.steps if seen else 0,
+            "q": self._q,
+            "sigma": self._request.sigma,
+            "flags": self._flags,
+            "train_loss": seen.train_loss if seen and open_run else None,
+            "grad_norm": seen.grad_norm if seen and open_run else None,
+            "kept": {"run": self._request.run, "files": self._kept},
+        }
+        tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
+        self._store.save_reply(self._request.fingerprint, tensors, values)
+        _commit_kept(self._store, values)
+        return tensors, values
+
+    def _log(self, seen: Diagnostics | None) -> None:
+        """Append to the node's own log; under DP none of this may leave the node."""
+        if seen is None:
+            return
+        line = {
+            "run": self._request.run,
+            "round": self._request.round,
+            "phase": self._request.phase,
+            **dataclasses.asdict(seen),
+        }
+        with (self._node.root(self._request.store) / "log.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def _commit_kept(store: NodeStore, values: Mapping[str, Any]) -> None:
+    """Point the node's kept arrays at those of a stored reply; doing it twice changes nothing."""
+    kept = values["kept"]
+    if not kept["files"]:
+        return
+    name = _kept_name(kept["run"])
+    before = (store.load_json(name) or {}).get("files", {})
+    if any(before.get(k) != f for k, f in kept["files"].items()):
+        store.save_json(name, {"files": {**before, **kept["files"]}})
+
+
+def _reply_from(known: tuple[dict[str, Arrays], dict[str, Any]]) -> Reply:
+    tensors, values = known
+    fields = {k: v for k, v in values.items() if k != "kept"}
+    for name in ("train_loss", "grad_norm"):
+        fields[name] = float("nan") if fields[name] is None else fields[name]
+    fields["flags"] = tuple(fields["flags"])
+    payload = Payload(**{part: tensors.get(part, {}) for part in ("adapter", "head", "once")})
+    return Reply(**fields, payload=payload)
+
+
+def _safe(run: str) -> str:
+    """Refuse run names that could leave the store's folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", run) or ".." in run:
+        raise Refusal("malformed", "the run's name may hold letters, digits, '.', '_' and '-' only")
+    return run
+
+
+def _kept_name(run: str) -> str:
+    return f"kept-{_safe(run)}"

@@ -1,0 +1,224 @@
+"""The local steps of one phase on one node, private or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privet.adapters import AdaptedModel
+from privet.config import PrivacyConfig, TrainConfig
+from privet.data.collate import Tokenised, microbatches, pad_batch
+from privet.privacy.engine import GradientEngine
+from privet.privacy.parts import Projection as ProjectedParameters
+from privet.privacy.rng import Randomness
+from privet.privacy.sampling import poisson_draw, shuffled_batches
+from privet.trainables import Trainables
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What a phase looked like inside. Under DP it stays in the node's own log."""
+
+    steps: int
+    train_loss: float
+    grad_norm: float
+    clipped: float
+    nonfinite: int
+    drawn: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What makes a phase private: sampling rate, noise multiplier, and where the draws come from."""
+
+    q: float
+    sigma: float
+    randomness: Randomness
+
+
+class Trainer:
+    """Trains a model on one node's rows.
+
+    Parameters
+    ----------
+    model : AdaptedModel
+        Holds the values to start from.
+    rows : Tokenised
+        The node's training rows.
+    pad_id : int
+        Token id of the padding.
+    train, privacy : TrainConfig, PrivacyConfig
+        Settings of the run.
+    """
+
+    def __init__(
+        self, model: AdaptedModel, rows: Tokenised, pad_id: int, train: TrainConfig, privacy: PrivacyConfig
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._lengths = rows.lengths
+        self._pad_id = pad_id
+        self._train = train
+        self._privacy = privacy
+        self._micro = train.micro_batch
+
+    def train_private(self, trainables: Trainables, steps: int, noise: Noise) -> Diagnostics:
+        """Take `steps` steps of DP-SGD (Abadi et al. 2016) with Poisson sampling.
+
+        A draw may be empty: the step is then noise alone, and counts. The divisor is the expected batch.
+        Weight decay acts in the optimiser, after the noise.
+        """
+        assert self._privacy.clip is not None
+        norms: list[Tensor] = []
+        losses: list[float] = []
+        drawn: list[int] = []
+        nonfinite = 0
+        optimizer = self._optimizer(trainables)
+        with self._training(trainables):
+            engine = self._engine(trainables, self._privacy.clip)
+            with engine.attached():
+                for _ in range(steps):
+                    rows = poisson_draw(len(self._rows), noise.q, noise.randomness)
+                    drawn.append(len(rows))
+                    for batch in microbatches(self._lengths, rows, self._micro):
+                        for loss, clipped in self._private_batch(engine, batch):
+                            losses.append(loss)
+                            norms.append(clipped.norms.detach().float().cpu())
+                            nonfinite += clipped.nonfinite
+                    sums = engine.private_sum(noise.randomness, noise.sigma, self._train.batch_size)
+                    gradients = {self._model.short_name(n): g for n, g in sums.items()}
+                    for name, leaf in trainables.leaves.items():
+                        leaf.grad = gradients[name].to(leaf.device, leaf.dtype)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    trainables.refresh()
+        every = torch.cat(norms) if norms else torch.zeros(0)
+        return Diagnostics(
+            steps=steps,
+            train_loss=sum(losses) / max(1, sum(drawn)) if losses else math.nan,
+            grad_norm=float(every.median()) if len(every) else math.nan,
+            clipped=float((every > self._privacy.clip).float().mean()) if len(every) else 0.0,
+            nonfinite=nonfinite,
+            drawn=tuple(drawn),
+        )
+
+    def train_plain(self, trainables: Trainables, steps: int, seed: int) -> Diagnostics:
+        """Take `steps` ordinary steps on seeded batches without replacement; equal for equal seeds."""
+        losses: list[float] = []
+        drawn: list[int] = []
+        norms: list[float] = []
+        optimizer = self._optimizer(trainables)
+        with self._training(trainables), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for rows in shuffled_batches(len(self._rows), self._train.batch_size, steps, seed):
+                losses.append(self._plain_batch(trainables, rows))
+                drawn.append(len(rows))
+                trainables.collect()
+                leaves = trainables.leaves.values()
+                squares = [p.grad.double().square().sum() for p in leaves if p.grad is not None]
+                norms.append(float(torch.stack(squares).sum().sqrt()))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                trainables.refresh()
+        return Diagnostics(
+            steps=steps,
+            train_loss=float(np.average(losses, weights=drawn)),
+            grad_norm=float(np.median(norms)),
+            clipped=0.0,
+            nonfinite=0,
+            drawn=tuple(drawn),
+        )
+
+    # --- one batch -------------------------------------------------------------------------------
+
+    def _private_batch(self, engine: GradientEngine, rows: Rows) -> Iterator[tuple[float, object]]:
+        """Add the rows to the engine's sum; out of GPU memory, the same rows go in two halves."""
+        try:
+            losses = self._losses(rows)
+            losses.sum().backward()
+            yield float(losses.detach().nansum()), engine.accumulate(rows=len(rows))
+        except torch.OutOfMemoryError as error:
+            engine.discard()
+            self._shrink(len(rows), error)
+            for half in np.array_split(rows, 2):
+                yield from self._private_batch(engine, half)
+
+    def _plain_batch(self, trainables: Trainables, rows: Rows) -> float:
+        """Leave the mean gradient of the rows in the model; out of memory, start the batch over in halves."""
+        while True:
+            try:
+                total = 0.0
+                for batch in microbatches(self._lengths, rows, self._micro):
+                    losses = self._losses(batch)
+                    (losses.sum() / len(rows)).backward()
+                    total += float(losses.detach().sum())
+                return total / len(rows)
+            except torch.OutOfMemoryError as error:
+                for name in trainables.model_names:
+                    self._model.parameter(name).grad = None
+                self._shrink(min(self._micro, len(rows)), error)
+
+    def _shrink(self, rows: int, error: torch.OutOfMemoryError) -> None:
+        """Halve the micro-batch for good; the logical batch stays. Raises `error` at one row."""
+        if rows <= 1:
+            raise error
+        torch.cuda.empty_cache()
+        self._micro = max(1, rows // 2)
+
+    def _losses(self, rows: Rows) -> Tensor:
+        """Return one loss an example (batch,), so that no example's gradient depends on another's."""
+        batch = pad_batch(self._rows, rows, self._pad_id, self._model.device)
+        labels = batch.pop("labels")
+        return cross_entropy(self._model.module(**batch).float(), labels, reduction="none")
+
+    # --- around the steps ------------------------------------------------------------------------
+
+    @contextmanager
+    def _training(self, trainables: Trainables) -> Iterator[None]:
+        """Let only the named parameters train, with LoRA's own dropout on and the base model's off."""
+        torch.set_num_threads(self._train.threads)
+        parameters = [self._model.parameter(n) for n in trainables.model_names]
+        dropouts = [m for n, m in self._model.module.named_modules() if ".lora_dropout" in n]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for module in dropouts:
+            module.train()
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+            for module in dropouts:
+                module.eval()
+
+    def _engine(self, trainables: Trainables, clip: float) -> GradientEngine:
+        if trainables.projection is None:
+            return GradientEngine(self._model.module, clip=clip)
+        rule, names = trainables.projection
+        order = tuple(self._model.full_name(n) for n in names)
+        return GradientEngine(
+            self._model.module,
+            clip=clip,
+            projection=ProjectedParameters(rule.slots, rule.coefficients, rule.d, order),
+        )
+
+    def _optimizer(self, trainables: Trainables) -> torch.optim.Optimizer:
+        """Return a fresh optimiser: no state passes from round to round or from client to client."""
+        leaves: Iterable[nn.Parameter] = trainables.leaves.values()
+        train = self._train
+        if train.optimizer == "sgd":
+            return torch.optim.SGD(
+                leaves, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+            )
+        return torch.optim.AdamW(leaves, lr=train.lr, weight_decay=train.weight_decay)

@@ -1,0 +1,482 @@
+"""The frozen base model with its LoRA factors and its classification head.
+
+Every tensor that a method may touch has one name: ``<module>.lora_A.weight`` (r x n),
+``<module>.lora_B.weight`` (m x r) and the head's ``head.*`` (mean pooling) or the model's own head names.
+PEFT holds the factors; names on the wire, in stores and in the exported adapter are these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.pytorch_utils import Conv1D
+
+from privet.config import Config, ModelConfig
+from privet.data.sources import resolve_path
+from privet.errors import ConfigError
+from privet.seeding import child_generator, child_seed
+
+ADAPTER = "default"
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TargetModule:
+    """One adapted linear map: `out` = m rows of B, `inp` = n columns of A."""
+
+    name: str
+    out: int
+    inp: int
+
+    @property
+    def a(self) -> str:
+        """Name of the factor A (r x n)."""
+        return f"{self.name}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        """Name of the factor B (m x r)."""
+        return f"{self.name}.lora_B.weight"
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Names and shapes of everything that can train; known without loading any weights."""
+
+    targets: tuple[TargetModule, ...]
+    rank: int
+    scaling: float
+    head: Mapping[str, tuple[int, ...]]
+    base_parameters: int
+    hidden_size: int
+    layers: int
+
+    @property
+    def a(self) -> Shapes:
+        """Shapes of all A factors, in model order."""
+        return {t.a: (self.rank, t.inp) for t in self.targets}
+
+    @property
+    def b(self) -> Shapes:
+        """Shapes of all B factors, in model order."""
+        return {t.b: (t.out, self.rank) for t in self.targets}
+
+    @property
+    def lora(self) -> Shapes:
+        """Shapes of all factors, module by module, B before A (the order of FedHSIP's theta_D)."""
+        out: Shapes = {}
+        for t in self.targets:
+            out[t.b] = (t.out, self.rank)
+            out[t.a] = (self.rank, t.inp)
+        return out
+
+
+def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Numbers in a set of arrays."""
+    return sum(math.prod(s) for s in shapes.values())
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+class MeanPooledClassifier(nn.Module):
+    """An encoder, the mean of its token vectors, one linear head (float32)."""
+
+    def __init__(self, backbone: PreTrainedModel, labels: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, labels)
+
+    def forward(self, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
+        """Return logits (batch x labels)."""
+        hidden = self.backbone(attention_mask=attention_mask, **inputs).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        pooled = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
+        return cast(Tensor, self.head(pooled.to(self.head.weight.dtype)))
+
+    def head_modules(self) -> dict[str, nn.Module]:
+        """Modules outside the backbone."""
+        return {"head": self.head}
+
+
+class ModelClassifier(nn.Module):
+    """The model's own sequence-classification class, with its own pooling and head."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The module that LoRA is injected into and whose names the targets have."""
+        return self.model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Return logits (batch x labels)."""
+        return cast(Tensor, self.model(**inputs).logits)
+
+    def head_modules(self) -> dict[str, nn.Module]:
+        """Modules outside the base model, for example ``classifier``."""
+        inner = self.model.base_model_prefix
+        return {n: m for n, m in self.model.named_children() if n != inner and any(m.parameters())}
+
+
+Classifier = MeanPooledClassifier | ModelClassifier
+
+
+class AdaptedModel:
+    """A base model whose adapter and head can be swapped in and out.
+
+    One instance lives as long as its worker process; :meth:`load` brings it to exactly the given state, so
+    nothing of one client reaches the next.
+    """
+
+    def __init__(self, module: Classifier, spec: AdapterSpec, seed: int, head: str) -> None:
+        self.module = module
+        self.spec = spec
+        self._initial = initial_tensors(spec, seed, head)
+        self._parameters = _named_parameters(module, spec)
+        full_names = {id(p): n for n, p in module.named_parameters()}
+        self._full_names = {n: full_names[id(p)] for n, p in self._parameters.items()}
+        self._short_names = {full: n for n, full in self._full_names.items()}
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        module.eval()
+        self.load({})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trainable tensors live."""
+        return next(iter(self._parameters.values())).device
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the live parameter of that name."""
+        return self._parameters[name]
+
+    def full_name(self, name: str) -> str:
+        """Return the parameter's name inside :attr:`module`."""
+        return self._full_names[name]
+
+    def short_name(self, full: str) -> str:
+        """Undo :meth:`full_name`; other names, such as ``theta``, stay as they are."""
+        return self._short_names.get(full, full)
+
+    def initial(self) -> dict[str, Tensor]:
+        """Return the values that the seed gives: Kaiming A, zero B, and the head (float32, CPU)."""
+        return dict(self._initial)
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set the whole adapter and head: the initial values, overwritten by `values`.
+
+        Raises
+        ------
+        ValueError
+            For an unknown name or a wrong shape; the model is then unchanged.
+        """
+        check_shapes(values, {**self.spec.lora, **self.spec.head}, exact=False)
+        for name, parameter in self._parameters.items():
+            value = values.get(name, self._initial[name])
+            parameter.copy_(value.to(parameter.device, parameter.dtype))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return float32 CPU copies of the named tensors."""
+        return {n: self._parameters[n].detach().to("cpu", torch.float32, copy=True) for n in names}
+
+
+def check_shapes(
+    values: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, exact: bool = True
+) -> None:
+    """Raise ValueError unless names (all of them if `exact`) and shapes are as expected."""
+    for name, value in values.items():
+        if name not in expected:
+            raise ValueError(f"unexpected array '{name}'")
+        if tuple(value.shape) != tuple(expected[name]):
+            raise ValueError(f"array '{name}' has shape {tuple(value.shape)}, expected {tuple(expected[name])}")
+    if exact:
+        for name in expected:
+            if name not in values:
+                raise ValueError(f"array '{name}' is missing")
+
+
+def initial_tensors(spec: AdapterSpec, seed: int, head: str) -> dict[str, Tensor]:
+    """Return PEFT's initialisation from the run seed, equal on every machine.
+
+    A is Kaiming-uniform with a = sqrt(5), that is U(-1/sqrt(n), 1/sqrt(n)), B is zero. A `frozen` head is drawn
+    from N(0, 0.02^2); a trained head starts with a zero output layer (its last weight), so that the first
+    gradients are those of the base model's features.
+    """
+    out: dict[str, Tensor] = {}
+    for name, (rank, inp) in spec.a.items():
+        bound = 1 / math.sqrt(inp)
+        generator = child_generator(seed, "init", name)
+        out[name] = torch.empty(rank, inp).uniform_(-bound, bound, generator=generator)
+    for name, shape in spec.b.items():
+        out[name] = torch.zeros(shape)
+    weights = [n for n in spec.head if n.endswith(".weight")]
+    for name, shape in spec.head.items():
+        generator = child_generator(seed, "init", name)
+        zero = not name.endswith(".weight") or (head != "frozen" and name == weights[-1])
+        out[name] = torch.zeros(shape) if zero else torch.randn(shape, generator=generator) * 0.02
+    return out
+
+
+def _named_parameters(module: Classifier, spec: AdapterSpec) -> dict[str, nn.Parameter]:
+    """Map Privet's names to live parameters."""
+    out: dict[str, nn.Parameter] = {}
+    for target in spec.targets:
+        layer = module.backbone.get_submodule(target.name)
+        out[target.b] = cast(nn.Parameter, cast(Any, layer).lora_B[ADAPTER].weight)
+        out[target.a] = cast(nn.Parameter, cast(Any, layer).lora_A[ADAPTER].weight)
+    for prefix, head in module.head_modules().items():
+        for name, parameter in head.named_parameters():
+            out[f"{prefix}.{name}"] = parameter
+    return out
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+def model_config(model: ModelConfig, labels: int) -> Any:
+    """Return the transformers configuration; reads a config file at most."""
+    if model.architecture is not None:
+        values = dict(model.architecture)
+        try:
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"model.architecture = {model.architecture} is not allowed: model_type of transformers"
+            ) from None
+    else:
+        config = AutoConfig.from_pretrained(_location(model), revision=model.revision or "main")
+    config.num_labels = labels
+    return config
+
+
+def _location(model: ModelConfig) -> str:
+    if model.path is None:
+        raise ConfigError("model.path is missing: a hub name, a folder, or model.architecture for random weights")
+    return str(resolve_path(model.path)) if model.path.startswith("package:") else model.path
+
+
+@lru_cache(maxsize=8)
+def _spec(config_json: str) -> AdapterSpec:
+    config = Config.from_json(config_json)
+    labels = len(config.task.labels)
+    with torch.device("meta"):
+        module = _bare_module(config, model_config(config.model, labels), random=True)
+    base = sum(p.numel() for p in module.backbone.parameters())
+    targets = tuple(_targets(module.backbone, config.model))
+    inner = config.model.lora
+    shapes = {
+        f"{prefix}.{name}": tuple(p.shape)
+        for prefix, head in module.head_modules().items()
+        for name, p in head.named_parameters()
+    }
+    hidden = module.backbone.config
+    return AdapterSpec(
+        targets=targets,
+        rank=inner.rank,
+        scaling=inner.alpha / inner.rank,
+        head=shapes,
+        base_parameters=base,
+        hidden_size=getattr(hidden, "hidden_size", 0),
+        layers=getattr(hidden, "num_hidden_layers", 0),
+    )
+
+
+def adapter_spec(config: Config) -> AdapterSpec:
+    """Return names and shapes without loading weights (the model is built on the meta device).
+
+    Raises
+    ------
+    ConfigError
+        If a target module matches nothing, with the nearest names that exist.
+    """
+    return _spec(config.to_json())
+
+
+def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
+    """Yield every linear map whose name ends in one of the target names, in model order."""
+    matched: set[str] = set()
+    linears = {n: m for n, m in backbone.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    for name, module in linears.items():
+        hits = [t for t in model.lora.targets if name == t or name.endswith("." + t)]
+        if not hits:
+            continue
+        matched.update(hits)
+        if isinstance(module, nn.Linear):
+            yield TargetModule(name, module.out_features, module.in_features)
+        else:
+            yield TargetModule(name, module.weight.shape[1], module.weight.shape[0])
+    leaves = sorted({n.rpartition(".")[2] for n in linears})
+    for target in model.lora.targets:
+        if target not in matched:
+            near = difflib.get_close_matches(target, leaves, n=1, cutoff=0.5)
+            hint = f" - did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(
+                f"model.lora.targets: '{target}' matches no linear layer{hint} (allowed: {', '.join(leaves)})"
+            )
+    if not model.lora.targets:
+        raise ConfigError(f"model.lora.targets = [] is not allowed: at least one of {', '.join(leaves)}")
+
+
+def _bare_module(config: Config, transformers_config: Any, *, random: bool, dtype: torch.dtype | None = None) -> Classifier:
+    model, task = config.model, config.task
+    auto = AutoModel if task.pooling == "mean" else AutoModelForSequenceClassification
+    if random:
+        backbone = auto.from_config(transformers_config)
+    else:
+        backbone = auto.from_pretrained(
+            _location(model),
+            revision=model.revision or "main",
+            config=transformers_config,
+            dtype=dtype or torch.float32,
+            use_safetensors=True,
+        )
+    if task.pooling == "mean":
+        return MeanPooledClassifier(backbone, len(task.labels))
+    return ModelClassifier(backbone)
+
+
+def load_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedModel:
+    """Return the adapted model of this process, loading the base weights at the first call only.
+
+    The cache holds one model: a worker process serves one run. Its adapter is set by
+    :meth:`AdaptedModel.load` before every use.
+    """
+    relevant = json.dumps(
+        [config.to_dict()["model"], config.task.head, config.task.pooling, config.task.labels, config.seed]
+    )
+    slot = _slot(relevant, device, dtype)
+    if not slot:
+        slot.append(build_model(config, device=device, dtype=dtype))
+    return slot[0]
+
+
+@lru_cache(maxsize=1)
+def _slot(relevant: str, device: str, dtype: torch.dtype) -> list[AdaptedModel]:
+    """One place for a model; its key leaves out settings that do not shape it, so they force no reload."""
+    return []
+
+
+def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedModel:
+    """Load the base model, check its hash, inject LoRA and freeze everything else.
+
+    Raises
+    ------
+    ConfigError
+        If the weights do not have the pinned hash or the model cannot be loaded.
+    """
+    spec = adapter_spec(config)
+    model = config.model
+    random = model.architecture is not None
+    if not random:
+        _check_weights(model)
+    transformers_config = model_config(model, len(config.task.labels))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(child_seed(config.seed, "base-weights"))
+        module = _bare_module(config, transformers_config, random=random, dtype=dtype)
+    if random:
+        module.backbone.to(dtype)
+    lora = PeftLoraConfig(
+        r=model.lora.rank,
+        lora_alpha=model.lora.alpha,  # type: ignore[arg-type]
+        target_modules=[t.name for t in spec.targets],
+        lora_dropout=model.lora.dropout,
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in module.backbone.modules()),
+    )
+    inject_adapter_in_model(lora, module.backbone, adapter_name=ADAPTER)
+    for head in module.head_modules().values():
+        head.float()
+    module.to(device)
+    return AdaptedModel(module, spec, config.seed, config.task.head)
+
+
+def _check_weights(model: ModelConfig) -> None:
+    """Compare the weights file with the pinned hash before any of it is used."""
+    if model.sha256 is None:
+        return
+    folder = Path(_location(model))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.sha256 is set but {model.path} holds no .safetensors file")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    if not digest.hexdigest().startswith(model.sha256.lower()):
+        raise ConfigError(
+            f"the weights of model.path = {model.path} have SHA-256 {digest.hexdigest()[:16]}..., "
+            f"not model.sha256 = {model.sha256}"
+        )
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, or the one that `model.tokenizer` names."""
+    path = model.tokenizer or model.path
+    if path is None:
+        raise ConfigError("model.tokenizer is missing: random weights need a tokenizer")
+    location = str(resolve_path(path)) if path.startswith("package:") else path
+    tokenizer = AutoTokenizer.from_pretrained(location, revision=model.revision or "main")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter so that ``PeftModel.from_pretrained(base, folder)`` loads it.
+
+    With ``pooling=model`` the head is inside (PEFT's ``modules_to_save``); with ``pooling=mean`` transformers
+    has no such head, so it lies beside the adapter as ``head.safetensors``.
+    """
+    spec = adapter_spec(config)
+    own_head = config.task.pooling == "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "base_model.model."
+    tensors = {prefix + n: values[n].contiguous() for n in spec.lora}
+    head = {n: values[n].contiguous() for n in spec.head}
+    if own_head:
+        tensors |= {prefix + n: v for n, v in head.items()}
+    else:
+        save_file(head, str(folder / "head.safetensors"))
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    lora = config.model.lora
+    peft_config = PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=[t.name for t in spec.targets],
+        lora_dropout=lora.dropout,
+        task_type="SEQ_CLS" if own_head else "FEATURE_EXTRACTION",
+        modules_to_save=sorted({n.partition(".")[0] for n in spec.head}) if own_head else None,
+        base_model_name_or_path=config.model.path or "random",
+        inference_mode=True,
+    )
+    peft_config.save_pretrained(str(folder))

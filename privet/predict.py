@@ -1,0 +1,24 @@
+"""Logits of a model over many rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privet.adapters import AdaptedModel
+from privet.data.collate import Tokenised, microbatches, pad_batch
+
+
+@torch.no_grad()
+def predict(model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> Tensor:
+    """Return logits (rows x labels) in the order of the rows, float32 on the CPU."""
+    out: Tensor | None = None
+    for batch in microbatches(rows.lengths, np.arange(len(rows)), size):
+        inputs = pad_batch(rows, batch, pad_id, model.device)
+        inputs.pop("labels")
+        logits = model.module(**inputs).float().cpu()
+        if out is None:
+            out = torch.zeros(len(rows), logits.shape[1])
+        out[torch.from_numpy(batch)] = logits
+    return torch.zeros(0, 0) if out is None else out

@@ -1,0 +1,62 @@
+"""Who takes part in which round: drawn once from the seed, before anything trains.
+
+Fixing participation in advance makes the number of local steps of every node a constant that sigma can be
+calibrated for (design rule 9).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from privet.config import FederationConfig
+from privet.seeding import child_seed
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: its number (from 1, warm-up included), its phases and the nodes that are asked."""
+
+    number: int
+    phases: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All rounds of a run."""
+
+    rounds: tuple[Round, ...]
+
+    def participations(self, node: str) -> int:
+        """Rounds in which a node trains."""
+        return sum(node in r.nodes for r in self.rounds)
+
+    def most_participations(self) -> int:
+        """Largest number of rounds that any node trains in."""
+        nodes = {n for r in self.rounds for n in r.nodes}
+        return max((self.participations(n) for n in nodes), default=0)
+
+
+def draw_schedule(
+    nodes: Sequence[str],
+    federation: FederationConfig,
+    seed: int,
+    *,
+    phases: tuple[str, ...],
+    warmup_rounds: int = 0,
+    warmup_phases: tuple[str, ...] = ("warmup",),
+) -> Schedule:
+    """Draw the schedule: warm-up rounds with every node, then rounds of `federation.sampled` nodes.
+
+    The draw depends on the node names and the seed only, not on the order in which nodes connect.
+    """
+    names = sorted(nodes)
+    rounds = [Round(i + 1, warmup_phases, tuple(names)) for i in range(warmup_rounds)]
+    size = min(federation.sample_size, len(names))
+    for i in range(federation.rounds):
+        number = warmup_rounds + i + 1
+        chosen = random.Random(child_seed(seed, "schedule", i)).sample(names, size)
+        rounds.append(Round(number, phases, tuple(sorted(chosen))))
+    return Schedule(tuple(rounds))

@@ -1,0 +1,90 @@
+"""The privacy card: the README.md that travels with an exported adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from privet.config import Config
+
+_MEAN_HEAD = '''
+model = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "adapter").eval()
+head = load_file("adapter/head.safetensors")
+tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
+hidden = model(**tokens).last_hidden_state
+mask = tokens["attention_mask"].unsqueeze(-1)
+logits = (hidden * mask).sum(1) / mask.sum(1) @ head["head.weight"].T + head["head.bias"]
+'''
+
+_OWN_HEAD = '''
+base = AutoModelForSequenceClassification.from_pretrained("{base}", num_labels={labels})
+model = PeftModel.from_pretrained(base, "adapter").eval()
+tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
+logits = model(**tokens).logits
+'''
+
+
+def privacy_card(config: Config, summary: dict[str, Any], privacy: dict[str, Any]) -> str:
+    """Return the card as Markdown: what the adapter is, what was promised and spent, what that leaves out."""
+    title = f"{config.method.name} on {config.task.name}"
+    score = (summary["metrics"] or {}).get("accuracy")
+    lines = [
+        "---",
+        "library_name: peft",
+        f"base_model: {config.model.path or 'random'}",
+        "tags: [privet, lora, federated-learning, differential-privacy]",
+        "---",
+        "",
+        f"# LoRA adapter: {title}",
+        "",
+        f"Trained by Privet over {len(privacy['nodes'])} nodes in {summary['rounds']} rounds, seed {config.seed}."
+        + (f" Accuracy on the public test set: {100 * score:.2f} %." if score is not None else ""),
+        "",
+        "## Privacy",
+        "",
+        *_privacy_lines(config, privacy),
+        "",
+        "## Use",
+        "",
+        "```python",
+        *_usage(config).strip().splitlines(),
+        "```",
+        "",
+        f"Labels, in order: {', '.join(config.task.labels)}. Texts are cut to {config.model.max_length} tokens.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _privacy_lines(config: Config, privacy: dict[str, Any]) -> list[str]:
+    if not config.privacy.private:
+        return ["**Not private.** The model was trained without differential privacy and may remember single rows."]
+    out = []
+    if not privacy["private"]:
+        out += ["**Not private:** " + "; ".join(privacy["warnings"]) + ".", ""]
+    out += [
+        f"Sample-level ({privacy['max_epsilon']:.4g}, {privacy['delta']:g})-differential privacy for every node's rows "
+        f"(target {privacy['target_epsilon']:g}), by DP-SGD with clip {config.privacy.clip:g}, "
+        f"composed by the {privacy['accountant'].upper()} accountant over every step taken.",
+        "",
+        "- Neighbouring data sets differ by adding or removing one *row*. A row is not a person: several rows of one "
+        "person, at one node or at several, add up.",
+        "- The server is taken to see every message; no amplification by client sampling is claimed.",
+        "- Choosing hyper-parameters on private data is not in this epsilon.",
+        "- Row counts, participation and timing are public.",
+        "",
+        "| node | declared rows | steps | epsilon |",
+        "|---|---|---|---|",
+    ]
+    for node in privacy["nodes"]:
+        out.append(f"| {node['node']} | {node['examples']} | {node['steps']} | {node['epsilon']:.4g} |")
+    return out
+
+
+def _usage(config: Config) -> str:
+    base = config.model.path or "BASE"
+    if config.task.pooling == "model":
+        names = "AutoModelForSequenceClassification, AutoTokenizer"
+        body = _OWN_HEAD.format(base=base, labels=len(config.task.labels))
+        return f"from peft import PeftModel\nfrom transformers import {names}\n{body}"
+    head = "from peft import PeftModel\nfrom safetensors.torch import load_file\n"
+    return head + f"from transformers import AutoModel, AutoTokenizer\n{_MEAN_HEAD.format(base=base)}"

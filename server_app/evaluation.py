@@ -1,0 +1,58 @@
+"""Scoring the global model on the task's public test set, on the server."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+
+from privet.adapters import load_model, load_tokenizer
+from privet.config import Config
+from privet.data.collate import tokenise
+from privet.data.tasks import load_test
+from privet.devices import pick_device, pick_dtype
+from privet.predict import predict
+from strategies.rounds import from_record
+
+
+class Evaluator:
+    """Scores model values on the public test rows.
+
+    Parameters
+    ----------
+    config : Config
+        The run's configuration.
+
+    Raises
+    ------
+    PrivetError
+        If the test set, the model or the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        device = pick_device(config.train.device)
+        self.model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
+        tokenizer = load_tokenizer(config.model)
+        self._pad_id = int(tokenizer.pad_token_id or 0)
+        self.rows = tokenise(tokenizer, load_test(config.task), config.model.max_length)
+
+    def logits(self, arrays: ArrayRecord) -> torch.Tensor:
+        """Return logits (test rows x labels) of a model given by its changed values."""
+        self.model.load(from_record(arrays))
+        # Clients are idle while the server scores, so it may use every core for that while.
+        before = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)
+        try:
+            return predict(self.model, self.rows, self._pad_id, 128)
+        finally:
+            torch.set_num_threads(before)
+
+    def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
+        """Return accuracy and mean cross-entropy; Flower's ``evaluate_fn``."""
+        logits = self.logits(arrays)
+        labels = torch.from_numpy(self.rows.labels)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        return MetricRecord({"accuracy": float(accuracy), "loss": float(loss), "examples": len(labels)})

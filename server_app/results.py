@@ -1,0 +1,226 @@
+"""The run directory: what a run leaves behind, written as it happens.
+
+``config.yaml``, ``events.jsonl`` (live), ``rounds.jsonl``, ``privacy.json``, ``communication.json``,
+``summary.json``, ``checkpoints/`` and ``adapter/``. Every file is either appended to a line at a time or replaced
+whole, so that a killed run leaves readable files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from privet.adapters import export
+from privet.config import Config
+from privet.plan import NodePlan, warnings
+from privet.privacy.spending import Spending
+from privet.wire import PARTS, Arrays
+from server_app.card import privacy_card
+
+WAYS = ("upload", "download")
+
+
+class RunDirectory:
+    """Writes a run's files; the round loop's recorder.
+
+    Parameters
+    ----------
+    path : Path
+        The directory; made where it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._rounds: list[dict[str, Any]] = []
+        self._traffic: list[dict[str, Any]] = []
+        self._started = datetime.now(UTC)
+        self._totals = dict.fromkeys(WAYS, 0)
+
+    # --- live ------------------------------------------------------------------------------------
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to ``events.jsonl``."""
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **fields}
+        _append(self.path / "events.jsonl", line)
+
+    def round(self, record: dict[str, Any], traffic: Mapping[str, Mapping[str, Any]]) -> None:
+        """Append a finished round, and its traffic by node."""
+        _append(self.path / "rounds.jsonl", record)
+        self._rounds.append(record)
+        self._traffic.append({"round": record["round"], "nodes": dict(traffic)})
+        for way in WAYS:
+            self._totals[way] += sum(
+                sum(node[way]["bytes"].values()) for node in traffic.values() if way in node
+            )
+        self._write_communication()
+        self.event(
+            "round",
+            round=record["round"],
+            eval=record["eval"],
+            epsilon_max=record["epsilon_max"],
+            upload_bytes=self._totals["upload"],
+            download_bytes=self._totals["download"],
+            seconds=record["seconds"],
+            void=record["void"],
+        )
+
+    def checkpoint(self, number: int, state: Arrays) -> None:
+        """Replace the checkpoint by the state after a round."""
+        folder = self.path / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        name = f"round-{number:05d}.safetensors"
+        part = folder / f".{name}.part"
+        save_file({k: v.contiguous() for k, v in state.items()}, str(part), metadata={"round": str(number)})
+        _replace(part, folder / name)
+        for old in folder.glob("round-*.safetensors"):
+            if old.name != name:
+                old.unlink()
+
+    # --- start and end ---------------------------------------------------------------------------
+
+    def begin(self, config: Config, run_id: str) -> None:
+        """Write the resolved configuration."""
+        header = f"# Resolved configuration of run {run_id}; hash {config.hash}\n"
+        _write(self.path / "config.yaml", header + OmegaConf.to_yaml(OmegaConf.create(config.to_dict())))
+
+    def finish(
+        self,
+        config: Config,
+        run_id: str,
+        plans: Mapping[str, NodePlan],
+        spending: Spending,
+        values: Arrays,
+    ) -> dict[str, Any]:
+        """Write the results of a completed run; return the summary."""
+        privacy = self.write_privacy(config, plans, spending)
+        export(config, values, self.path / "adapter")
+        summary = self._summary(config, run_id, "completed", privacy)
+        _write(self.path / "adapter" / "README.md", privacy_card(config, summary, privacy))
+        _write_json(self.path / "summary.json", summary)
+        self.event(
+            "end",
+            status="completed",
+            metrics=summary["metrics"],
+            epsilon=summary["epsilon"],
+            run_dir=str(self.path),
+        )
+        return summary
+
+    def fail(self, reason: str) -> None:
+        """Leave the reason of a failure where the launcher and a person look for it."""
+        _write_json(self.path / "failure.json", {"reason": reason})
+        summary = {"status": "failed", "reason": reason, "rounds": len(self._rounds)}
+        _write_json(self.path / "summary.json", summary)
+        self.event("end", status="failed", metrics=None, epsilon=None, run_dir=str(self.path))
+
+    def write_privacy(
+        self, config: Config, plans: Mapping[str, NodePlan], spending: Spending
+    ) -> dict[str, Any]:
+        """Write ``privacy.json``: what was promised, and what was spent, composed from what happened."""
+        private = config.privacy.private
+        privacy = {
+            "private": private and config.privacy.randomness != "seeded" and not config.privacy.diagnostics,
+            "mechanism": "DP-SGD: Poisson-subsampled Gaussian, flat clipping" if private else None,
+            "adjacency": "add or remove one row" if private else None,
+            "accountant": config.privacy.accountant if private else None,
+            "delta": config.privacy.delta,
+            "target_epsilon": config.privacy.epsilon,
+            "max_epsilon": spending.largest(),
+            "excludes_tuning": True,
+            "randomness": config.privacy.randomness if private else None,
+            "warnings": warnings(config, plans),
+            "nodes": [
+                {
+                    "node": node,
+                    "examples": plan.examples,
+                    "epsilon": spending.epsilon(node),
+                    "steps": spending.steps(node),
+                    "entries": spending.entries(node),
+                }
+                for node, plan in sorted(plans.items())
+            ],
+        }
+        _write_json(self.path / "privacy.json", privacy)
+        return privacy
+
+    def _summary(self, config: Config, run_id: str, status: str, privacy: dict[str, Any]) -> dict[str, Any]:
+        scored = [r["eval"] for r in self._rounds if r["eval"]]
+        last = next((r for r in reversed(self._rounds) if not r["void"]), self._rounds[-1])
+        failures = [
+            {"round": r["round"], "phase": p["name"], **f}
+            for r in self._rounds
+            for p in r["phases"]
+            for f in p["failed"]
+        ]
+        nodes = max(1, len(self._traffic[self._rounds.index(last)]["nodes"]))
+        return {
+            "status": status,
+            "run": run_id,
+            "method": config.method.name,
+            "task": config.task.name,
+            "model": config.model.name,
+            "seed": config.seed,
+            "private": privacy["private"],
+            "rounds": len(self._rounds),
+            "void_rounds": [r["round"] for r in self._rounds if r["void"]],
+            "failures": failures,
+            "metrics": scored[-1] if scored else None,
+            "epsilon": privacy["max_epsilon"],
+            "upload_numbers": last["upload_numbers"] // nodes,
+            "download_numbers": last["download_numbers"] // nodes,
+            "seconds": round((datetime.now(UTC) - self._started).total_seconds(), 1),
+            "config_hash": config.hash,
+            "versions": {
+                p: version(p) for p in ("privet", "flwr", "torch", "transformers", "peft", "opacus")
+            },
+        }
+
+    def _write_communication(self) -> None:
+        totals = {
+            f"{way}_{what}_{part}": sum(
+                node[way][what].get(part, 0)
+                for r in self._traffic
+                for node in r["nodes"].values()
+                if way in node
+            )
+            for way in WAYS
+            for what in ("numbers", "bytes")
+            for part in PARTS
+        }
+        _write_json(self.path / "communication.json", {"rounds": self._traffic, "totals": totals})
+
+
+def read_checkpoint(path: Path) -> Arrays:
+    """Read the state that :meth:`RunDirectory.checkpoint` wrote."""
+    return dict(load_file(str(path)))
+
+
+def _append(path: Path, value: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(value) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    _replace(part, path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    _write(path, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(part: Path, path: Path) -> None:
+    with part.open("rb") as stream:
+        os.fsync(stream.fileno())
+    part.replace(path)
+

@@ -1,0 +1,210 @@
+"""One run on the server, from the run configuration to the results."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message, MessageType
+from flwr.serverapp import Grid
+
+from privet.adapters import adapter_spec, initial_tensors
+from privet.config import Config, compose, split_overrides
+from privet.errors import ConfigError, PrivetError, Refusal
+from privet.plan import plan_nodes, warnings
+from privet.privacy.spending import Spending
+from privet.schedule import draw_schedule
+from privet.wire import (
+    Description,
+    Request,
+    code_hash,
+    error_of,
+    pack_request,
+    unpack_description,
+)
+from server_app.evaluation import Evaluator
+from server_app.plan import plan_event
+from server_app.results import RunDirectory
+from strategies.base import load_method
+from strategies.rounds import Run, from_record, to_record
+
+CONNECT_WAIT = 60.0
+"""Seconds that a run waits for its nodes to connect."""
+
+DESCRIBE_WAIT = 300.0
+"""Seconds that nodes have to say who they are; they load their rows for it."""
+
+GROUP_KEYS = ("method", "task", "model", "privacy")
+
+
+def config_from(run_config: Mapping[str, object]) -> Config:
+    """Compose the configuration from Flower's run configuration.
+
+    Raises
+    ------
+    ConfigError
+        For a wrong type, or as :func:`privet.config.compose` does.
+    """
+    overrides: list[str] = []
+    for key in (*GROUP_KEYS, "overrides"):
+        value = run_config.get(key, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} = {value!r} is not allowed: a text, in quotes for Flower")
+        if key == "overrides":
+            overrides += split_overrides(value)
+        elif value:
+            overrides.append(f"{key}={value}")
+    seed = run_config.get("seed", -1)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError(f"seed = {seed!r} is not allowed: a whole number")
+    if seed != -1:
+        overrides.append(f"seed={seed}")
+    return compose(overrides)
+
+
+def run_directory(context: Context) -> Path:
+    """Return the run's directory: ``run-dir``, else one below ``PRIVET_RUNS`` or ``~/.privet/runs``."""
+    given = context.run_config.get("run-dir", "")
+    if given:
+        return Path(str(given)).expanduser().resolve()
+    base = Path(os.environ.get("PRIVET_RUNS", "~/.privet/runs")).expanduser()
+    return (base / time.strftime(f"%Y%m%d-%H%M%S-{context.run_id}")).resolve()
+
+
+def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
+    """Run to the end and write the results."""
+    config = config_from(context.run_config)
+    torch.set_num_threads(config.train.threads)
+    run_id = f"{config.method.name}-{context.run_id}"
+    directory.begin(config, run_id)
+    spec = adapter_spec(config)
+    method = load_method(config, spec)
+    store = str(directory.path / "nodes")
+
+    found = discover(grid, config, run_id, store)
+    empty = sorted(n for n, (_, d) in found.items() if d.examples < 1)
+    for node in empty:
+        directory.event("note", text=f"{node} has no rows and takes no part")
+    taking_part = {n: d for n, (_, d) in found.items() if n not in empty}
+    if len(taking_part) < config.federation.min_replies:
+        raise Refusal("nodes", f"{len(taking_part)} nodes have rows, {config.federation.min_replies} are needed")
+    schedule = draw_schedule(
+        list(taking_part),
+        config.federation,
+        config.seed,
+        phases=method.phases,
+        warmup_rounds=method.warmup_rounds,
+        warmup_phases=method.warmup_phases,
+    )
+    plans = plan_nodes(config, schedule, {n: d.examples for n, d in taking_part.items()})
+    for text in warnings(config, plans):
+        directory.event("note", text=text)
+    directory.event("plan", **plan_event(config, method, plans))
+    spending = Spending(config.privacy)
+    method.bind(
+        Run(
+            id=run_id,
+            schedule=schedule,
+            nodes=plans,
+            addresses={n: found[n][0] for n in taking_part},
+            store=store,
+            recorder=directory,
+            spending=spending,
+        )
+    )
+    evaluator = Evaluator(config) if config.evaluation == "server" and config.task.head != "local" else None
+    initial = initial_tensors(spec, config.seed, config.task.head)
+    try:
+        result = method.start(
+            grid,
+            to_record(method.initial(initial)),
+            timeout=config.federation.timeout,
+            evaluate_fn=evaluator,
+        )
+    finally:
+        directory.write_privacy(config, plans, spending)
+    if result.arrays is None:
+        raise Refusal("rounds", "no round was run")
+    values = {**initial, **method.model_values(from_record(result.arrays))}
+    summary = directory.finish(config, run_id, plans, spending, values)
+    if len(summary["void_rounds"]) == summary["rounds"]:
+        raise Refusal("void", f"every round was void; last reason: {_last_reason(summary)}")
+
+
+def _last_reason(summary: Mapping[str, list[dict[str, str]]]) -> str:
+    failures = summary["failures"]
+    return f"{failures[-1]['node']}: {failures[-1]['reason']}" if failures else "no reply"
+
+
+def discover(
+    grid: Grid, config: Config, run_id: str, store: str
+) -> dict[str, tuple[int, Description]]:
+    """Wait for the nodes and ask each who it is; return Flower's node id and the description, by name.
+
+    Raises
+    ------
+    Refusal
+        If too few nodes connect or answer, two have one name, or one runs other code.
+    """
+    ids = _wait_for_nodes(grid, config.federation.clients)
+    request = Request(
+        run=run_id,
+        round=0,
+        phase="describe",
+        node="",
+        config=config.to_json(),
+        config_hash=config.hash,
+        code_hash=code_hash(),
+        store=store,
+        sigma=0.0,
+        planned_steps=0,
+    )
+    messages = [
+        Message(pack_request(request), dst_node_id=i, message_type=f"{MessageType.QUERY}.describe") for i in ids
+    ]
+    replies = list(grid.send_and_receive(messages, timeout=DESCRIBE_WAIT))
+    found: dict[str, tuple[int, Description]] = {}
+    problems: list[str] = []
+    for message in replies:
+        failed = error_of(message)
+        if failed is not None:
+            problems.append(f"{failed.node or 'a node'}: {failed.reason}")
+            continue
+        try:
+            description = unpack_description(message.content)
+            if description.code_hash != code_hash():
+                raise Refusal("code-hash", "it runs other code than the server")
+            if description.node in found:
+                raise Refusal("name", "two nodes have this name")
+        except PrivetError as error:
+            problems.append(f"{message.metadata.src_node_id}: {error}")
+            continue
+        found[description.node] = (message.metadata.src_node_id, description)
+    if len(replies) < len(ids):
+        problems.append(f"{len(ids) - len(replies)} nodes did not answer within {DESCRIBE_WAIT:g} s")
+    if problems:
+        raise Refusal("nodes", f"{len(problems)} of {len(ids)} nodes cannot take part: {problems[0]}")
+    return found
+
+
+def _wait_for_nodes(grid: Grid, wanted: int) -> list[int]:
+    """Return the ids of the connected nodes once all are there."""
+    deadline = time.monotonic() + CONNECT_WAIT
+    while True:
+        ids = sorted(grid.get_node_ids())
+        if len(ids) > wanted:
+            raise Refusal("nodes", f"{len(ids)} nodes are connected: set federation.clients={len(ids)}")
+        if len(ids) == wanted:
+            return ids
+        if time.monotonic() > deadline:
+            raise Refusal(
+                "nodes",
+                f"{len(ids)} of {wanted} nodes connected within {CONNECT_WAIT:g} s: set federation.clients={len(ids)}, "
+                f"or give a simulation --federation-config num-supernodes={wanted}",
+            )
+        time.sleep(0.2)
+
+

@@ -1,0 +1,198 @@
+"""The interface of a method: both halves in one class, a Flower ``Strategy``.
+
+A method states what a node is sent, what it trains and returns, and how replies are merged; the defaults below
+are those of federated averaging. Each side makes its own instance from the same configuration, so that no
+setting is written twice. The loop that drives the server half is in :mod:`strategies.rounds`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from privet.adapters import AdaptedModel, AdapterSpec, Shapes, count
+from privet.config import Config, parse
+from privet.errors import ConfigError
+from privet.trainables import Factors, Trainables
+from privet.wire import Arrays, Payload
+from strategies.merging import Merger, WeightedMean
+from strategies.rounds import RoundStrategy
+
+
+@dataclass(frozen=True)
+class NoParams:
+    """For methods without settings of their own."""
+
+
+class Session(Protocol):
+    """What a node offers a method's client half during one phase."""
+
+    @property
+    def model(self) -> AdaptedModel:
+        """The node's model, at its initial values."""
+        ...
+
+    def train(self, trainables: Trainables) -> None:
+        """Take the local steps of this phase, privately if the run is private; at most once a phase."""
+        ...
+
+    def recall(self, name: str) -> Arrays | None:
+        """Return arrays that this node kept in an earlier round of this run, or None."""
+        ...
+
+    def keep(self, name: str, arrays: Arrays) -> None:
+        """Keep arrays in the node's store, durable once this phase's reply is stored."""
+        ...
+
+    def flag(self, text: str) -> None:
+        """Put a public remark on the reply, for example that a kept state was lost."""
+        ...
+
+
+class LoraStrategy(RoundStrategy):
+    """A federated LoRA method.
+
+    Parameters
+    ----------
+    config : Config
+        The run's configuration.
+    spec : AdapterSpec
+        Names and shapes of the adapter and the head.
+
+    Attributes
+    ----------
+    Params : type
+        Frozen dataclass of the method's own settings (``conf/method/<name>.yaml`` without name and lr).
+    phases : tuple of str
+        Message exchanges of one round, in order.
+    warmup_phases : tuple of str
+        Message exchanges of one warm-up round.
+    releases : mapping of str to str
+        For each phase, what leaves a node under DP: ``"dp-sgd"`` (its arrays are post-processing of DP-SGD
+        steps that the phase charges) or ``"post-processing"`` (of an earlier phase of the round; no charge).
+    """
+
+    Params: ClassVar[type] = NoParams
+    releases: ClassVar[Mapping[str, str]] = {"train": "dp-sgd"}
+
+    def __init__(self, config: Config, spec: AdapterSpec) -> None:
+        super().__init__(config)
+        self.spec = spec
+        self.params: Any = parse(self.Params, config.method.params, "method")
+        head = config.task.head
+        self.trained_head: Shapes = dict(spec.head) if head != "frozen" else {}
+        self.shared_head: Shapes = dict(spec.head) if head == "shared" else {}
+
+    # --- what a method states: server half -------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def exchanged(self) -> Shapes:
+        """Adapter arrays that travel in a ``train`` phase, by name and shape."""
+
+    @property
+    def warmup_rounds(self) -> int:
+        """Rounds with every node before the first training round."""
+        return 0
+
+    def initial(self, tensors: Arrays) -> Arrays:
+        """Return the server's first state from the seed's initial tensors."""
+        return {n: tensors[n] for n in (*self.exchanged, *self.shared_head)}
+
+    def download(self, phase: str, state: Arrays, once: bool) -> Payload:
+        """Return what a node is sent; one-off material goes along at its first training phase."""
+        return Payload(adapter={n: state[n] for n in self.exchanged}, head=self.head_of(state))
+
+    def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
+        """Return the adapter and head arrays that a valid reply carries."""
+        return self.exchanged, self.shared_head
+
+    def merger(self, phase: str, state: Arrays) -> Merger:
+        """Return a fresh merger for the replies of a phase."""
+        return WeightedMean()
+
+    def update(self, phase: str, state: Arrays, merged: Payload) -> Arrays:
+        """Return the next state; `state` itself stays as it is."""
+        return {**state, **merged.adapter, **merged.head}
+
+    def finish_warmup(self, state: Arrays) -> Arrays:
+        """Return the state with which training starts, after the last warm-up round."""
+        return state
+
+    def model_values(self, state: Arrays) -> Arrays:
+        """Return the factors and head that the state stands for, where they differ from the initial ones."""
+        return {n: v for n, v in state.items() if n in self.spec.lora or n in self.spec.head}
+
+    def once_cost(self) -> tuple[int, int]:
+        """Numbers and bytes of one-off material that one node is sent in the whole run."""
+        return 0, 0
+
+    # --- what a method states: client half -------------------------------------------------------
+
+    def client(self, phase: str, received: Payload, session: Session) -> Payload:
+        """Run one phase on a node and return what leaves it."""
+        session.model.load({**received.adapter, **self.client_head(received, session)})
+        session.train(Factors(session.model, [*self.exchanged, *self.trained_head]))
+        self.keep_head(session)
+        return Payload(adapter=session.model.read(self.exchanged), head=session.model.read(self.shared_head))
+
+    def download_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
+        """Return the adapter and head arrays that a valid request carries."""
+        return self.exchanged, self.shared_head
+
+    # --- pieces for both ------------------------------------------------------------------------
+
+    def head_of(self, state: Arrays) -> Arrays:
+        """The shared head in a state."""
+        return {n: state[n] for n in self.shared_head}
+
+    def client_head(self, received: Payload, session: Session) -> Arrays:
+        """Return the head to start from: the server's, or the node's own kept one."""
+        if self.config.task.head != "local":
+            return received.head
+        kept = session.recall("head")
+        if kept is None:
+            session.flag("fresh-head")
+            return {}
+        return kept
+
+    def keep_head(self, session: Session) -> None:
+        """Keep a local head on the node."""
+        if self.config.task.head == "local":
+            session.keep("head", session.model.read(self.trained_head))
+
+    @property
+    def trained_numbers(self) -> int:
+        """Numbers in the clipped vector of a training step: the adapter's part and the head."""
+        return count(self.exchanged) + count(self.trained_head)
+
+
+_TARGET = re.compile(r"strategies\.[a-z][a-z0-9_]*\.[A-Z][A-Za-z0-9]*")
+
+
+def load_method(config: Config, spec: AdapterSpec) -> LoraStrategy:
+    """Make the method that the configuration names.
+
+    Only a :class:`LoraStrategy` below ``strategies.`` is accepted: a configuration could otherwise name any
+    callable.
+
+    Raises
+    ------
+    ConfigError
+        For a target elsewhere, one that does not exist, or settings that the method does not know.
+    """
+    target = config.method.target
+    if not _TARGET.fullmatch(target):
+        raise ConfigError(f"method._target_ = {target!r} is not allowed: a class below strategies.")
+    module_name, _, class_name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError):
+        raise ConfigError(f"method._target_ = {target!r} does not exist") from None
+    if not (isinstance(cls, type) and issubclass(cls, LoraStrategy)):
+        raise ConfigError(f"method._target_ = {target!r} is not allowed: a LoraStrategy")
+    return cls(config, spec)
