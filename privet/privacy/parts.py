@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from privet.errors import ConfigError
-from privet.privacy.per_sample import Recorder, examples_tokens, is_transposed, sum_dtype, weight_gradients
+from privet.privacy.per_sample import Layout, Recorder, examples_tokens, is_transposed, sum_dtype
 
 if TYPE_CHECKING:
     from privet.privacy.rng import Randomness
@@ -102,6 +102,7 @@ class LinearPart(Part):
         self._weight_name = f"{prefix}weight" if own["weight"].requires_grad else None
         self._bias_name = f"{prefix}bias" if "bias" in own and own["bias"].requires_grad else None
         self._transposed = is_transposed(module)
+        self._layout = Layout.of(module)
         self.shapes = {f"{prefix}{key}": p.shape for key, p in own.items() if p.requires_grad}
         self.device = own["weight"].device
         self.dtype = sum_dtype(own["weight"].dtype)
@@ -126,9 +127,9 @@ class LinearPart(Part):
             return
         if self._factors is not None:
             earlier_x, earlier_g = self._factors
-            self._weight = weight_gradients(earlier_x[:, None], earlier_g[:, None], self._transposed)
+            self._weight = self._layout.gradients(earlier_x[:, None], earlier_g[:, None])
             self._factors = None
-        weight = weight_gradients(x, g, self._transposed)
+        weight = self._layout.gradients(x, g)
         self._weight = weight if self._weight is None else self._weight.add_(weight)
 
     @property
@@ -161,7 +162,7 @@ class LinearPart(Part):
                 sums[self._weight_name] = x.t() @ g if self._transposed else g.t() @ x
             elif self._weight is not None:
                 flat = factors @ self._weight.flatten(1)
-                sums[self._weight_name] = flat.view(self.shapes[self._weight_name])
+                sums[self._weight_name] = self._layout.swap(flat.view(self._weight.shape[1:]))
         if self._bias_name is not None and self._bias is not None:
             sums[self._bias_name] = factors @ self._bias
         return sums
@@ -252,20 +253,22 @@ class ProjectedPart(Part):
         self.dtype = sum_dtype(weights[0].dtype)
         slots = projection.slots.to(self.device).split(sizes)
         coefficients = projection.coefficients.to(self.device, self.dtype).split(sizes)
-        self._blocks = dict(zip(projection.order, zip(slots, coefficients, strict=True), strict=True))
-        self._transposed = {name: is_transposed(modules[name]) for name in projection.order}
+        self._recorders: dict[str, Recorder] = {}
+        for name, weight, block, scale in zip(projection.order, weights, slots, coefficients, strict=True):
+            layout = Layout.of(modules[name])
+            ordered = (layout.swap(t.view(weight.shape)).flatten() for t in (block, scale))
+            self._recorders[name] = partial(self._scatter, name, layout, *ordered)
         self._buffer: Tensor | None = None
 
     def recorder(self, name: str) -> Recorder:
         """Recorder of the layer that owns the parameter `name`."""
-        slots, coefficients = self._blocks[name]
-        return partial(self._scatter, name, slots, coefficients, self._transposed[name])
+        return self._recorders[name]
 
     def _scatter(
-        self, name: str, slots: Tensor, coefficients: Tensor, transposed: bool, x: Tensor, g: Tensor
+        self, name: str, layout: Layout, slots: Tensor, coefficients: Tensor, x: Tensor, g: Tensor
     ) -> None:
         self._check_rows(name, g.shape[0])
-        gradients = weight_gradients(*examples_tokens(x, g), transposed).flatten(1).to(self.device)
+        gradients = layout.gradients(*examples_tokens(x, g)).flatten(1).to(self.device)
         if self._buffer is None:
             self._buffer = gradients.new_zeros(gradients.shape[0], self.shapes[THETA][0])
         self._buffer.index_add_(1, slots, gradients.mul_(coefficients))

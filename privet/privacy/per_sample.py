@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -51,24 +52,39 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def weight_gradients(x: Tensor, g: Tensor, transposed: bool) -> Tensor:
-    """Gradient of the weight for each example.
+@dataclass(frozen=True)
+class Layout:
+    """The order in which the weight gradients of one layer are computed.
 
-    Parameters
+    A product whose first factor is the narrow one takes a fifth of the time of its transpose on a CPU
+    (8 x 384 against 384 x 8), so the narrow side comes first whichever way the weight is stored.
+
+    Attributes
     ----------
-    x, g : Tensor
-        Input (rows, tokens, n) and output gradient (rows, tokens, m).
-    transposed : bool
-        Whether the weight is stored as (n, m).
-
-    Returns
-    -------
-    Tensor
-        ``sum_t g_t x_t^T`` in the layout of the weight, (rows, m, n) or (rows, n, m) if `transposed`; at
-        least float32.
+    inputs_first : bool
+        Whether gradients come out as (rows, n, m) rather than (rows, m, n).
+    swapped : bool
+        Whether that is the transpose of the stored weight.
     """
-    left, right = (x, g) if transposed else (g, x)
-    return torch.bmm(left.transpose(1, 2), right).to(sum_dtype(g.dtype))
+
+    inputs_first: bool
+    swapped: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """Layout for a linear layer."""
+        first, second = module.get_parameter("weight").shape
+        swapped = first > second
+        return cls(inputs_first=is_transposed(module) != swapped, swapped=swapped)
+
+    def gradients(self, x: Tensor, g: Tensor) -> Tensor:
+        """``sum_t g_t x_t^T`` for each example, at least float32; x is (rows, t, n), g is (rows, t, m)."""
+        left, right = (x, g) if self.inputs_first else (g, x)
+        return torch.bmm(left.transpose(1, 2), right).to(sum_dtype(g.dtype))
+
+    def swap(self, matrix: Tensor) -> Tensor:
+        """Turn a matrix from the order of the weight to that of the gradients, or back."""
+        return matrix.t() if self.swapped else matrix
 
 
 class _TappedLinear(torch.autograd.Function):
