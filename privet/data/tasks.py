@@ -143,7 +143,12 @@ def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
     name = str(client)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or ".." in name:
         raise ConfigError(f"client name {name!r} is not allowed in a path: letters, digits, '.', '_' and '-'")
-    rows = _load(resolve_path(cfg.path.replace(CLIENT, name)), cfg, None)[0]
+    return load_node_file(cfg, cfg.path.replace(CLIENT, name))
+
+
+def load_node_file(cfg: TaskConfig, path: str) -> Examples:
+    """Load a node's own table, with the task's columns and labels; `train_rows` is at most, here."""
+    rows = _load(resolve_path(path), cfg, None)[0]
     return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
 
 

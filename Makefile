@@ -1,0 +1,52 @@
+# Privet: set-up, the main job and the tests.
+#
+#   make run     set up .venv and run the main job (fedhsip, epsilon 6, the tweets task)
+#   make test    set up .venv and run every check
+#
+# Variables:
+#   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"
+#   PYTHON   a Python 3.11
+#   TORCH    what pip installs for PyTorch; for a CUDA or CPU build of your choice add its index:
+#            make install TORCH="torch==2.13.0 --index-url URL_OF_THE_CUDA_WHEELS"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install run check test lint format system clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and f"Privet needs Python 3.11, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/privet run $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/privet check $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

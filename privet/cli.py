@@ -1,0 +1,260 @@
+"""The ``privet`` command: run, check, methods, ledger.
+
+This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
+until a command needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from privet.config import CONF_DIR, Config, compose
+from privet.errors import PrivetError
+
+APP_DIR = CONF_DIR.parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code (0 done, 1 failed, 2 wrong input, 130 interrupted)."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.handler(arguments))
+    except PrivetError as error:
+        print(f"privet: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def entry() -> None:
+    """Console script."""
+    sys.exit(main())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="privet", description="Private federated LoRA fine-tuning on Flower."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train, through Flower", description=_run.__doc__)
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="for example method=ffa_lora seed=1")
+    run.add_argument("--dry-run", action="store_true", help="print the plan and train nothing")
+    run.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    run.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
+    run.add_argument("--name", default=None, help="name of this run's folder (default: time and settings)")
+    run.set_defaults(handler=_run)
+
+    check = commands.add_parser("check", help="print the plan of a run", description=_check.__doc__)
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(handler=_check)
+
+    methods = commands.add_parser("methods", help="list the methods", description=_methods.__doc__)
+    methods.set_defaults(handler=_methods)
+
+    ledger = commands.add_parser("ledger", help="print a node's ledger", description=_ledger.__doc__)
+    ledger.add_argument("path", type=Path, help="a run's directory, or one node's store")
+    ledger.add_argument("--json", action="store_true", help="print JSON")
+    ledger.set_defaults(handler=_ledger)
+    return parser
+
+
+# --- run -----------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Train through Flower's own `flwr run`, on a SuperLink of its own, and wait for the end."""
+    if arguments.dry_run:
+        return _check(arguments)
+    config = compose(arguments.overrides)
+    _quiet_libraries()
+    from server_app.plan import make_plan
+
+    # Everything that can be refused is refused here, before any process starts.
+    plan = make_plan(config)
+    for text in plan.warnings:
+        print(f"note: {text}", file=sys.stderr)
+
+    from privet.launcher import launch
+    from privet.progress import Progress
+
+    run_dir = _new_run_dir(arguments.runs, arguments.name, config)
+    federation = {
+        "num-supernodes": config.federation.clients,
+        "client-resources-num-cpus": config.federation.cpus_per_client,
+        "client-resources-num-gpus": config.federation.gpus_per_client,
+    }
+    run_config: dict[str, str | int] = {
+        "run-dir": str(run_dir),
+        "overrides": shlex.join(_absolute_paths(arguments.overrides, config)),
+    }
+    with Progress(run_dir) as progress:
+        outcome = launch(
+            run_config=run_config,
+            run_dir=run_dir,
+            federation=federation,
+            app_dir=APP_DIR,
+            on_tick=progress.update,
+        )
+    if outcome.status != "completed":
+        print(f"privet: the run {outcome.status}: {outcome.detail}", file=sys.stderr)
+        print(f"run directory: {run_dir}", file=sys.stderr)
+        return int(outcome.exit_code)
+    return 0
+
+
+def _new_run_dir(runs: Path | None, name: str | None, config: Config) -> Path:
+    """Make a fresh folder; a run never writes into another run's."""
+    base = (runs or Path("runs")).expanduser().resolve()
+    budget = f"eps{config.privacy.epsilon:g}" if config.privacy.epsilon is not None else "nonprivate"
+    stem = name or time.strftime(
+        f"%Y%m%d-%H%M%S-{config.method.name}-{config.task.name}-{budget}-s{config.seed}"
+    )
+    for attempt in range(100):
+        path = base / (stem if not attempt else f"{stem}-{attempt + 1}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if name:
+                raise PrivetError(f"{path} exists already: name another run, or remove it") from None
+        except OSError as error:
+            raise PrivetError(f"{path} cannot be made: {error.strerror}") from None
+        else:
+            return path
+    raise PrivetError(f"{base / stem} exists 100 times: name this run with --name")
+
+
+def _absolute_paths(overrides: Sequence[str], config: Config) -> list[str]:
+    """Make local paths absolute: the processes of a run do not start in the user's folder."""
+    values = {
+        "task.path": config.task.path,
+        "task.test_path": config.task.test_path,
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+    }
+    out = []
+    for text in overrides:
+        key, _, _ = text.partition("=")
+        value = values.get(key)
+        local = value is not None and not value.startswith("package:")
+        if local and (key.startswith("task.") or Path(str(value)).expanduser().exists()):
+            text = f"{key}='{Path(str(value)).expanduser().resolve()}'"
+        out.append(text)
+    return out
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Print what a run would do - privacy, messages, memory - and train nothing."""
+    config = compose(arguments.overrides)
+    _quiet_libraries()
+    from server_app.plan import make_plan
+
+    plan = make_plan(config).to_dict()
+    print(json.dumps(plan, indent=2) if arguments.json else _plan_text(plan))
+    return 0
+
+
+def _plan_text(plan: dict[str, Any]) -> str:
+    budget = (
+        f"epsilon {plan['epsilon']:g}, delta {plan['delta']:g}, clip {plan['clip']:g}, {plan['accountant']}"
+        if plan["private"]
+        else "NOT PRIVATE"
+    )
+    warm = f" after {plan['warmup_rounds']} warm-up rounds" if plan["warmup_rounds"] else ""
+    rows = [("client", "rows n", "rate q", "steps", "sigma", "epsilon")]
+    for c in plan["clients"]:
+        spent = "-" if c["epsilon"] is None else f"{c['epsilon']:.3f}"
+        sigma = f"{c['sigma']:.3f}" if plan["private"] else "-"
+        rows.append((c["node"], str(c["n"]), f"{c['q']:.4f}", str(c["steps"]), sigma, spent))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
+    each = plan["per_round"]
+    lines = [
+        f"{plan['method']} on {plan['task']} with {plan['model']}, seed {plan['seed']}: {budget}",
+        f"{len(plan['clients'])} clients, {plan['rounds']} rounds{warm}",
+        "",
+        *table,
+        "",
+        f"upload a round    {each['upload_numbers']:>12,} numbers  {_size(each['upload_bytes'])}",
+        f"download a round  {each['download_numbers']:>12,} numbers  {_size(each['download_bytes'])}",
+        f"head, each way    {each['head_numbers']:>12,} numbers  {_size(each['head_bytes'])}",
+    ]
+    if plan["warmup_rounds"]:
+        warm_up = plan["warmup_per_round"]
+        lines.append(f"warm-up, each way {warm_up['upload_numbers']:>12,} numbers a warm-up round")
+    if plan["one_off"]["download_numbers"]:
+        once = plan["one_off"]
+        lines.append(
+            f"one-off download  {once['download_numbers']:>12,} numbers  {_size(once['download_bytes'])}"
+        )
+    lines += [
+        f"trained           {plan['trained']:>12,} numbers of a base of {plan['base_parameters']:,}",
+        f"memory            {_size(plan['memory_bytes'])} a worker process, estimated",
+        *(f"note: {text}" for text in plan["warnings"]),
+    ]
+    return "\n".join(lines)
+
+
+def _size(amount: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.4g} {unit}"
+        amount /= 1000
+    return f"{amount:.4g} GB"
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+def _methods(_: argparse.Namespace) -> int:
+    """List the methods, one line each."""
+    from privet.config import options
+
+    for name in options("method"):
+        first = (CONF_DIR / "method" / f"{name}.yaml").read_text().splitlines()[0]
+        print(f"{name:12} {first.removeprefix('# ')}")
+    return 0
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    """Print what nodes have spent: budget, spent, what still fits."""
+    from client_app.store import ledgers_below
+
+    found = ledgers_below(arguments.path)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for ledger in found:
+            print(_ledger_text(ledger))
+    return 0
+
+
+def _ledger_text(ledger: dict[str, Any]) -> str:
+    return json.dumps(ledger, indent=2)
+
+
+def _quiet_libraries() -> None:
+    """Keep library chatter out of a command's output."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+if __name__ == "__main__":
+    entry()
