@@ -26,7 +26,7 @@ import threading
 import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -91,7 +91,7 @@ class LaunchError(PrivetError):
     """Flower could not be started, or refused the run."""
 
 
-class _Stopped(Exception):
+class _StopError(Exception):
     """The person or the time limit ended the launch; carries the detail line."""
 
 
@@ -144,7 +144,7 @@ def launch(
             session.start_superlink()
             run_id = session.submit(app_dir, run_config, federation)
             return session.wait(run_id)
-        except _Stopped as stop:
+        except _StopError as stop:
             session.stop_run(run_id)
             status: Status = "stopped" if signals.first else "failed"
             return Outcome(status, str(stop), run_id, signals.first)
@@ -235,6 +235,8 @@ class _Launch:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            # Workers started ahead lack the environment that Flower asks for, so they only cost time.
+            "RAY_prestart_worker_first_driver": "0",
             "PYTHONUNBUFFERED": "1",
         }
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -264,12 +266,9 @@ class _Launch:
             self.env["FLWR_LOCAL_CONTROL_API_PORT"] = str(control_port)
             log = self.logs / "superlink.log"
             # The same options as `flwr run` gives a SuperLink that it starts, with the state in memory.
-            self.superlink = self._start(
-                ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
-                + ["--control-api-address", f"127.0.0.1:{control_port}"]
-                + ["--host", "127.0.0.1", "--port", str(port)],
-                log,
-            )
+            options = "--insecure --simulation --isolation subprocess --host 127.0.0.1"
+            options += f" --port {port} --control-api-address 127.0.0.1:{control_port}"
+            self.superlink = self._start(["flower-superlink", *options.split()], log)
             limit = time.monotonic() + _STARTUP_LIMIT
             while self.superlink.poll() is None:
                 if _answers(f"http://127.0.0.1:{port}/health"):
@@ -330,7 +329,7 @@ class _Launch:
         if run_id is None or self.signals.impatient:
             return
         self.on_tick = lambda: None
-        with contextlib.suppress(LaunchError, _Stopped):
+        with contextlib.suppress(LaunchError, _StopError):
             self._flwr("stop", run_id, limit=2 * _POLITE_LIMIT, stoppable=False)
 
     def close(self) -> None:
@@ -384,9 +383,9 @@ class _Launch:
             name = (
                 "Ctrl-C" if self.signals.first == signal.SIGINT else signal.Signals(self.signals.first).name
             )
-            raise _Stopped(f"stopped by {name}")
+            raise _StopError(f"stopped by {name}")
         if stoppable and self.deadline is not None and time.monotonic() > self.deadline:
-            raise _Stopped(f"stopped: the run took longer than {self.timeout:g} s")
+            raise _StopError(f"stopped: the run took longer than {self.timeout:g} s")
         self.on_tick()
         time.sleep(_TICK)
 
@@ -423,7 +422,7 @@ class _Launch:
                     process.kill()
                     raise LaunchError(f"'flwr {verb}' did not answer within {limit:.0f} s")
                 if not stoppable and self.signals.impatient:
-                    raise _Stopped("stopped")
+                    raise _StopError("stopped")
                 self._tick(stoppable=stoppable)
             out.seek(0)
             text = out.read().decode(errors="replace")
@@ -669,12 +668,3 @@ def _answers(url: str) -> bool:
             return bool(reply.status == 200)
     except OSError:
         return False
-
-
-def describe_processes(processes: Iterable[psutil.Process]) -> list[str]:
-    """Short names of processes, for messages."""
-    names = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            names.append(f"{process.pid} {process.name()}")
-    return names
