@@ -50,6 +50,7 @@ _STARTUP_LIMIT = 60.0
 _COMMAND_LIMIT = 120.0
 _POLITE_LIMIT = 5.0
 _LIST_EVERY = 60.0
+_FAILURE_GRACE = 2.0
 _SIMULATION = "flwr-simulation"
 _BUNDLED = {".py", ".toml", ".md", ".yaml", ".yml", ".json", ".jsonl"}
 _FLOWER_CONFIG = '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local-in-memory:"\n'
@@ -102,6 +103,7 @@ def launch(
     federation: Mapping[str, str | int | float],
     app_dir: Path,
     on_tick: Callable[[], None] = lambda: None,
+    on_stopping: Callable[[], None] = lambda: None,
     timeout: float | None = None,
 ) -> Outcome:
     """Run the Flower app in `app_dir` in simulation and wait for its end.
@@ -121,6 +123,8 @@ def launch(
         The folder with the app's ``pyproject.toml``.
     on_tick : callable
         Called about ten times a second from the calling thread. What it raises ends the run.
+    on_stopping : callable
+        Called once when a signal or the time limit ends the run, before the seconds that this takes.
     timeout : float or None
         Limit for the whole launch in seconds.
 
@@ -145,6 +149,7 @@ def launch(
             run_id = session.submit(app_dir, run_config, federation)
             return session.wait(run_id)
         except _StopError as stop:
+            on_stopping()
             session.stop_run(run_id)
             status: Status = "stopped" if signals.first else "failed"
             return Outcome(status, str(stop), run_id, signals.first)
@@ -302,9 +307,15 @@ class _Launch:
         """Wait for the run's end, tell it from ``flwr list``."""
         next_look = time.monotonic() + _LIST_EVERY
         gone_since: float | None = None
+        failed_since: float | None = None
         while True:
             self._tick()
             now = time.monotonic()
+            if failed_since is None and (self.run_dir / FAILURE_FILE).exists():
+                failed_since = now
+            if failed_since is not None and now - failed_since > _FAILURE_GRACE:
+                # Flower first finishes starting Ray before it looks; that is not worth waiting for.
+                return Outcome("failed", self._reason("") or f"no reason found, see {self.logs}", run_id)
             if self.superlink is None or self.superlink.poll() is not None:
                 reason = self._reason("") or "Flower's SuperLink died"
                 return Outcome("failed", f"{reason} (see {self.logs})", run_id)
@@ -328,7 +339,6 @@ class _Launch:
         """Ask Flower to stop the run; what does not listen is ended by :meth:`close`."""
         if run_id is None or self.signals.impatient:
             return
-        self.on_tick = lambda: None
         with contextlib.suppress(LaunchError, _StopError):
             self._flwr("stop", run_id, limit=2 * _POLITE_LIMIT, stoppable=False)
 
@@ -482,7 +492,7 @@ def _end_processes(find: Callable[[], list[psutil.Process]], hurry: Callable[[],
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=_TICK)
+        time.sleep(_TICK)
 
 
 # --- what Flower gets ----------------------------------------------------------------------------
