@@ -220,7 +220,7 @@ class Progress:
         if not state.plan:
             return self._spinner
         rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(style="dim", no_wrap=True, min_width=8)
         rows.add_column(no_wrap=True, overflow="ellipsis")
         rows.add_row("Round", self._round_line(elapsed))
         rows.add_row("Phase", self._phase_line())
@@ -231,6 +231,8 @@ class Progress:
             spent = 0.0 if state.epsilon is None else state.epsilon
             rows.add_row("Epsilon", f"{spent:.2f} spent of {float(target):g}")
         rows.add_row("Traffic", _traffic(state))
+        if message := message_line(state.plan):
+            rows.add_row("Message", message)
         parts: list[RenderableType] = [Text(plan_line(state.plan), style="bold"), rows]
         if state.note:
             parts.append(Text(state.note, style="yellow"))
@@ -272,6 +274,8 @@ class Progress:
             return
         elif kind == "plan":
             self._print(plan_line(event))
+            if message := message_line(event):
+                self._print(message)
         elif kind == "note":
             self._print(str(event.get("text") or ""))
         elif kind == "round":
@@ -285,7 +289,7 @@ class Progress:
 
 
 def plan_line(plan: Mapping[str, Any]) -> str:
-    """One line on what runs: method, task, model, clients, rounds, budget, size of a message."""
+    """One line on what runs: method, task, model, clients, rounds, budget."""
     rounds = f"{plan.get('rounds', '?')} rounds"
     if plan.get("warmup_rounds"):
         rounds = f"{plan['warmup_rounds']} warm-up + {rounds}"
@@ -297,11 +301,15 @@ def plan_line(plan: Mapping[str, Any]) -> str:
         rounds,
         "not private" if target is None else f"epsilon {float(target):g}",
     ]
-    if plan.get("upload_numbers") is not None:
-        parts.append(
-            f"{_count(plan['upload_numbers'])} up / {_count(plan.get('download_numbers') or 0)} down"
-        )
     return " · ".join(parts)
+
+
+def message_line(plan: Mapping[str, Any]) -> str:
+    """What one client sends and receives in one round; empty if the plan does not say."""
+    if plan.get("upload_numbers") is None:
+        return ""
+    down = int(plan.get("download_numbers") or 0)
+    return f"{_count(plan['upload_numbers'])} numbers up, {_count(down)} down per client and round"
 
 
 def round_line(state: RunState, event: Mapping[str, Any]) -> str:
@@ -360,8 +368,10 @@ def _numbers(values: Any) -> dict[str, float]:
 def _metrics_line(state: RunState) -> str:
     if not state.accuracy:
         return ", ".join(f"{k} {_metric(k, v)}" for k, v in state.metrics.items())
-    text = f"{_metric('accuracy', state.accuracy[-1])}  {sparkline(state.accuracy)}"
-    return text + (f"  best {_metric('accuracy', max(state.accuracy))}" if len(state.accuracy) > 1 else "")
+    last = _metric("accuracy", state.accuracy[-1])
+    if len(state.accuracy) == 1:
+        return last
+    return f"{last}  {sparkline(state.accuracy)}  best {_metric('accuracy', max(state.accuracy))}"
 
 
 def sparkline(values: list[float], width: int = 24) -> str:

@@ -125,16 +125,14 @@ def test_plain_lines_off_a_terminal(tmp_path: Path) -> None:
     text = out.getvalue()
     lines = text.splitlines()
     assert lines[0] == "starting Flower and Ray ..."
-    assert lines[1].startswith(
-        "fedhsip · tweets with minilm · 4 clients · 1 warm-up + 2 rounds · epsilon 6 · "
-    )
-    assert lines[1].endswith(" · 46 080 up / 46 080 down")
-    assert lines[2] == "an idle GPU: set federation.gpus_per_client"
-    assert lines[3] == "round 1, warmup: node site-[b] refused: not finite"
-    assert lines[4] == (
+    assert lines[1] == "fedhsip · tweets with minilm · 4 clients · 1 warm-up + 2 rounds · epsilon 6"
+    assert lines[2] == "46 080 numbers up, 46 080 down per client and round"
+    assert lines[3] == "an idle GPU: set federation.gpus_per_client"
+    assert lines[4] == "round 1, warmup: node site-[b] refused: not finite"
+    assert lines[5] == (
         "round 1/3 (30.0 s): accuracy 71.4 %, loss 0.6, epsilon 1.25, 1.5 MB up, 800 B down, about 1:00 left"
     )
-    assert lines[5].startswith("round 2/3 (9.0 s): void: too few replies, nothing changed, epsilon 2.00")
+    assert lines[6].startswith("round 2/3 (9.0 s): void: too few replies, nothing changed, epsilon 2.00")
     assert "86.1 %" in text
     assert "5.90 of 6" in text
     assert "2 of 3, 1 void, 1 replies refused" in text
