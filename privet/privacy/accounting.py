@@ -140,11 +140,11 @@ def rdp(entries: Sequence[Step], order: float) -> float:
 def filter_order(max_epsilon: float, delta: float) -> float:
     """Choose the Renyi order at which a node's lifetime is accounted.
 
-    A privacy filter must fix its order before the first step: the best order in hindsight is not covered by the
-    proof when parameters depend on earlier results (Feldman and Zrnic, 2021, "Individual privacy accounting via
-    a Renyi filter"; Lecuyer, 2021, "Practical privacy filters and odometers"). The order chosen here leaves the
-    most room to the Gaussian mechanism, whose divergence is proportional to the order: it maximises
-    (max_epsilon - conversion(order)) / order.
+    A privacy filter must fix its order before the first step: the best order in hindsight is not covered by
+    the proof when parameters depend on earlier results (Feldman and Zrnic, 2021, "Individual privacy
+    accounting via a Renyi filter"; Lecuyer, 2021, "Practical privacy filters and odometers"). The order chosen
+    here leaves the most room to the Gaussian mechanism, whose divergence is proportional to the order: it
+    maximises (max_epsilon - conversion(order)) / order.
 
     Raises
     ------

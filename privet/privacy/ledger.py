@@ -4,10 +4,10 @@ An entry is durable *before* what it pays for is released, so that the ledger is
 between leaves an entry without a release and never a release without an entry.
 
 The file is JSON lines. The first line is the header; every later line is one entry. Each line carries a
-SHA-256 over itself and the line before, and a small file beside the ledger (suffix ``.head``) repeats the last
-check that was acknowledged. Together they detect torn, edited, swapped, lost and rolled-back lines. They guard
-against accidents and careless edits, not against the node's operator, who could recompute them: it is the
-operator's own promise that the ledger keeps.
+SHA-256 over itself and the line before, and a small file beside the ledger (suffix ``.head``) repeats the
+last check that was acknowledged. Together they detect torn, edited, swapped, lost and rolled-back lines. They
+guard against accidents and careless edits, not against the node's operator, who could recompute them: it is
+the operator's own promise that the ledger keeps.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Ledger:
             if same and old.request != entry.request:
                 raise Refusal(
                     "replay",
-                    f"run {entry.run}, round {entry.round}, phase {entry.phase} was charged for another request",
+                    f"run {entry.run}, round {entry.round}: {entry.phase} was charged for another request",
                 )
 
     def _refuse_moved_budget(self, run: str, budget: Budget) -> None:
