@@ -139,7 +139,8 @@ class ModelClassifier(nn.Module):
     def head_modules(self) -> dict[str, nn.Module]:
         """Modules outside the base model, for example ``classifier``."""
         inner = self.model.base_model_prefix
-        return {n: m for n, m in self.model.named_children() if n != inner and any(m.parameters())}
+        children = self.model.named_children()
+        return {n: m for n, m in children if n != inner and next(m.parameters(), None) is not None}
 
 
 Classifier = MeanPooledClassifier | ModelClassifier

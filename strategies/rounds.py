@@ -346,7 +346,7 @@ class RoundStrategy(Strategy):
 
     def _charge(self, plan: Round, phase: str, request: Request, outcome: Reply | Failed) -> None:
         """Count what the phase cost; a failure counts in full unless the node says that it charged nothing."""
-        if self.releases.get(phase) != "dp-sgd":
+        if not self.config.privacy.private or self.releases.get(phase) != "dp-sgd":
             return
         node_plan = self.run.nodes[request.node]
         steps = node_plan.steps_per_round

@@ -102,6 +102,11 @@ def test_state_follows_the_events() -> None:
     assert state.seconds_left(100.0) == 30.0
 
 
+def test_a_resumed_run_counts_only_what_is_left() -> None:
+    state = state_after([PLAN, {"event": "round", "round": 2, "of": 3, "seconds": 8.0}])
+    assert state.seconds_left(0.0) == 8.0
+
+
 def test_unknown_and_incomplete_events_are_harmless() -> None:
     events: list[dict[str, Any]] = [
         {"event": k} for k in ("plan", "phase", "reply", "round", "note", "end", "new")
