@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -113,7 +114,8 @@ def launch(
     run_config : mapping
         Overrides of ``[tool.flwr.app.config]``; every key must stand there.
     run_dir : Path
-        Where ``logs/`` goes and where the ServerApp may leave ``failure.json``. Made if missing.
+        Where ``logs/`` goes and where the ServerApp may leave ``failure.json``. Made if missing; logs
+        of an earlier launch become ``*.log.old``.
     federation : mapping
         Flower's simulation settings with dashes, for example ``{"num-supernodes": 4,
         "client-resources-num-cpus": 1, "client-resources-num-gpus": 0.5}``. ``init-args-num-cpus``
@@ -141,6 +143,9 @@ def launch(
     if not (app_dir / "pyproject.toml").is_file():
         raise ConfigError(f"'{app_dir}' is not allowed: a folder with the app's pyproject.toml")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    for log in (run_dir / "logs").glob("*.log"):
+        # A resumed run must not be explained by the errors of the one before.
+        log.replace(log.with_suffix(".log.old"))
     (run_dir / FAILURE_FILE).unlink(missing_ok=True)
     with _Signals() as signals, contextlib.closing(_Launch(run_dir, signals, on_tick, timeout)) as session:
         run_id: str | None = None
@@ -234,8 +239,6 @@ class _Launch:
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
-            # SuperExec looks for work once a second by default; that second is part of every start.
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "RAY_TMPDIR": str(self.root / "ray"),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
@@ -256,9 +259,8 @@ class _Launch:
         """
         real = _command(_SIMULATION)
         shim = self.root / "bin" / _SIMULATION
-        shim.write_text(
-            f'#!/bin/sh\necho $$ >"{self.pid_file}"\nexec "{real}" "$@" >>"{self.logs}/simulation.log" 2>&1\n'
-        )
+        pid, program, log = (shlex.quote(str(p)) for p in (self.pid_file, real, self.logs / "simulation.log"))
+        shim.write_text(f'#!/bin/sh\necho $$ >{pid}\nexec {program} "$@" >>{log} 2>&1\n')
         shim.chmod(0o700)
 
     # --- steps ---

@@ -70,6 +70,7 @@ class RunState:
     end: dict[str, Any] | None = None
     total: int = 0
     current: int = 0
+    finished: int = 0
     phase: str = ""
     done: int = 0
     sent: int = 0
@@ -107,6 +108,7 @@ class RunState:
     def _on_round(self, event: Mapping[str, Any]) -> None:
         self.current = int(event.get("round") or self.current)
         self.total = int(event.get("of") or self.total)
+        self.finished = self.current
         self.phase, self.done, self.sent = "", 0, 0
         self.void += bool(event.get("void"))
         if event.get("eval"):
@@ -138,7 +140,7 @@ class RunState:
         if not self.seconds or not self.total:
             return None
         mean = sum(self.seconds) / len(self.seconds)
-        left = self.total - len(self.seconds)
+        left = self.total - self.finished
         # A round that takes longer than the mean still has to end.
         return max(0.0, mean * left - min(since_round, mean)) if left > 0 else 0.0
 
@@ -242,7 +244,7 @@ class Progress:
 
     def _round_line(self, elapsed: float) -> RenderableType:
         state = self.state
-        finished = len(state.seconds)
+        finished = state.finished
         within = state.done / state.sent if state.sent else 0.0
         line = Table.grid(padding=(0, 2))
         left = state.seconds_left(time.monotonic() - self._round_ended)
@@ -348,7 +350,7 @@ def summary_table(state: RunState, elapsed: float) -> Table:
         )
     elif state.plan:
         table.add_row("epsilon", "none: not private")
-    rounds = f"{len(state.seconds)} of {state.total}"
+    rounds = f"{state.finished} of {state.total}"
     rounds += f", {state.void} void" if state.void else ""
     table.add_row("rounds", rounds + (f", {state.refused} replies refused" if state.refused else ""))
     if state.upload_bytes is not None:
