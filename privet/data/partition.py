@@ -106,9 +106,8 @@ def _train(cfg: Config) -> Examples:
 def _iid(cfg: FederationConfig, examples: Examples, seed: int) -> list[np.ndarray]:
     from flwr_datasets.partitioner import IidPartitioner
 
-    order = np.random.default_rng(seed).permutation(
-        len(examples)
-    )  # the partitioner cuts, it does not shuffle
+    # The partitioner cuts, it does not shuffle.
+    order = np.random.default_rng(seed).permutation(len(examples))
     return _parts(IidPartitioner(cfg.clients), cfg.clients, row=order)
 
 

@@ -205,9 +205,7 @@ def _read_parquet(path: Path, columns: list[str] | None) -> pd.DataFrame:
         names = list(pq.read_schema(path).names)
         if columns is not None:
             _check_columns(path, names, columns)
-        # ParquetFile, not read_table: a folder named like key=value would add a column of its own.
-        with pq.ParquetFile(path) as file:
-            table = file.read(columns=columns)
+        table = pq.read_table(path, columns=columns, partitioning=None)
         try:
             table.validate(full=True)
         except pa.ArrowInvalid:

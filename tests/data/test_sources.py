@@ -130,13 +130,6 @@ def test_parquet_column_twice(tmp_path: Path) -> None:
     assert "column 'text' stands twice" in refused(tmp_path / "t.parquet", ["text"])
 
 
-def test_parquet_folder_name_adds_no_column(tmp_path: Path) -> None:
-    (tmp_path / "label=no").mkdir()
-    path = tmp_path / "label=no" / "t.parquet"
-    pd.DataFrame({"text": ["a"]}).to_parquet(path)
-    assert list(read_table(path).columns) == ["text"]
-
-
 def test_package_path_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "carrier" / "sub").mkdir(parents=True)
     (tmp_path / "carrier" / "__init__.py").write_text("raise RuntimeError('imported')")
