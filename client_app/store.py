@@ -101,8 +101,8 @@ class NodeStore:
         marker = self._read_marker()
         if marker["ledger"] and not path.exists():
             raise StoreError(
-                f"{path} is missing although this node had one, and what was spent with it: restore it from a "
-                "backup, or give the node new rows and a new store"
+                f"{path} is missing, and with it what this node has spent: restore it from a backup, or give "
+                "the node new rows and a new store"
             )
         ledger = Ledger(path, delta=delta, max_epsilon=max_epsilon, node=self.node)
         if not marker["ledger"]:

@@ -43,6 +43,13 @@ _ORDERS = tuple(float(order) for order in (*RDPAccountant.DEFAULT_ALPHAS, *_HIGH
 # the best ones only for large epsilons. The PRV accountant computes them inside, so it has the same limit.
 _FRACTIONAL_UP_TO = 50.0
 
+# What the filter's order must serve: rates and noise of DP-SGD in practice, and no sampling at all.
+_REFERENCES = (
+    *((q, s) for q in (0.005, 0.02, 0.1) for s in (0.5, 0.6, 0.7, 0.8, 1.0, 1.5, 3.0)),
+    (1.0, 10.0),
+)
+_WORTH_RUNNING = 20  # steps; a reference of which fewer fit at any order does not count
+
 _PRV_ERROR = 0.01  # absolute error of epsilon, Opacus' default; at most a fiftieth of the RDP bound
 _PRV_POINTS = 1 << 20  # mesh points: at this number some 150 MiB and a second
 
@@ -137,14 +144,18 @@ def rdp(entries: Sequence[Step], order: float) -> float:
     return float(sum(step.steps * _rdp_of_one(step.q, step.sigma, float(order)) for step in entries))
 
 
+@lru_cache(maxsize=64)
 def filter_order(max_epsilon: float, delta: float) -> float:
     """Choose the Renyi order at which a node's lifetime is accounted.
 
     A privacy filter must fix its order before the first step: the best order in hindsight is not covered by
     the proof when parameters depend on earlier results (Feldman and Zrnic, 2021, "Individual privacy
-    accounting via a Renyi filter"; Lecuyer, 2021, "Practical privacy filters and odometers"). The order chosen
-    here leaves the most room to the Gaussian mechanism, whose divergence is proportional to the order: it
-    maximises (max_epsilon - conversion(order)) / order.
+    accounting via a Renyi filter"; Lecuyer, 2021, "Practical privacy filters and odometers").
+
+    Which runs will come is unknown, so the order is the one with the least regret over `_REFERENCES`: it
+    maximises the smallest share, over those mechanisms, of the steps that fit at the mechanism's own best
+    order. The Gaussian mechanism's best order alone would be a bad choice: there the divergence of DP-SGD at
+    little noise and a small rate has begun to explode, and next to no step would fit.
 
     Raises
     ------
@@ -154,12 +165,17 @@ def filter_order(max_epsilon: float, delta: float) -> float:
     _check(delta, "rdp")
     if not 0.0 < max_epsilon < math.inf:
         raise ConfigError(f"max-epsilon = {max_epsilon} is not allowed: a finite number greater than 0")
-    room, order = max(((max_epsilon - _conversion(order, delta)) / order, order) for order in _ORDERS)
-    if room <= 0.0:
+    if max_epsilon <= _floor(delta):
         raise ConfigError(
             f"max-epsilon = {max_epsilon:g} is not allowed: more than {_floor(delta):.2g} at delta {delta:g}"
         )
-    return order
+    room = np.array([max(0.0, max_epsilon - _conversion(order, delta)) for order in _ORDERS])
+    shares = []
+    for q, sigma in _REFERENCES:
+        steps = room / _rdp_curve(q, sigma)
+        if steps.max() >= _WORTH_RUNNING or q == 1.0:  # without sampling the shares do not depend on sigma
+            shares.append(steps / steps.max())
+    return _ORDERS[int(np.argmax(np.min(shares, axis=0)))]
 
 
 def lifetime_epsilon(entries: Sequence[Step], order: float, delta: float) -> float:
