@@ -106,7 +106,7 @@ class LinearPart(Part):
         self.shapes = {f"{prefix}{key}": p.shape for key, p in own.items() if p.requires_grad}
         self.device = own["weight"].device
         self.dtype = sum_dtype(own["weight"].dtype)
-        self._factors: tuple[Tensor, Tensor] | None = None
+        self._outer: tuple[Tensor, Tensor] | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
@@ -119,16 +119,16 @@ class LinearPart(Part):
             self._bias = bias if self._bias is None else self._bias.add_(bias)
         if self._weight_name is None:
             return
-        first = self._factors is None and self._weight is None
+        first = self._outer is None and self._weight is None
         m, n = g.shape[2], x.shape[2]
         if first and x.shape[1] == 1 and m * n > m + n:
             # Copies: the input is often one token of a whole sequence that would be kept alive with it.
-            self._factors = (x[:, 0].to(self.dtype, copy=True), g[:, 0].to(self.dtype, copy=True))
+            self._outer = (x[:, 0].to(self.dtype, copy=True), g[:, 0].to(self.dtype, copy=True))
             return
-        if self._factors is not None:
-            earlier_x, earlier_g = self._factors
+        if self._outer is not None:
+            earlier_x, earlier_g = self._outer
             self._weight = self._layout.gradients(earlier_x[:, None], earlier_g[:, None])
-            self._factors = None
+            self._outer = None
         weight = self._layout.gradients(x, g)
         self._weight = weight if self._weight is None else self._weight.add_(weight)
 
@@ -142,13 +142,13 @@ class LinearPart(Part):
         """Squared norm over weight and bias, (rows,)."""
         # Not Tensor.norm: in float32 on the CPU it falls short on long rows, and examples would exceed C.
         squares = [t.flatten(1).square().sum(1) for t in (self._weight, self._bias) if t is not None]
-        if self._factors is not None:
-            x, g = self._factors
+        if self._outer is not None:
+            x, g = self._outer
             squares.append(x.square().sum(1) * g.square().sum(1))
         return torch.stack(squares).sum(0)
 
     def zero_rows(self, rows: Tensor) -> None:
-        """Set the selected examples to zero, factors included."""
+        """Set the selected examples to zero, the factors of outer products included."""
         for tensor in self._kept():
             tensor[rows] = 0
 
@@ -156,8 +156,8 @@ class LinearPart(Part):
         """Sum over the examples with their factors, in the layout of the parameters."""
         sums = {}
         if self._weight_name is not None:
-            if self._factors is not None:
-                x, g = self._factors
+            if self._outer is not None:
+                x, g = self._outer
                 g = g * factors[:, None]
                 sums[self._weight_name] = x.t() @ g if self._transposed else g.t() @ x
             elif self._weight is not None:
@@ -168,11 +168,11 @@ class LinearPart(Part):
         return sums
 
     def clear(self) -> None:
-        """Free the matrices and factors."""
-        self._factors = self._weight = self._bias = None
+        """Free the matrices and the factors of outer products."""
+        self._outer = self._weight = self._bias = None
 
     def _kept(self) -> list[Tensor]:
-        return [t for t in (*(self._factors or ()), self._weight, self._bias) if t is not None]
+        return [t for t in (*(self._outer or ()), self._weight, self._bias) if t is not None]
 
 
 @dataclass(frozen=True)

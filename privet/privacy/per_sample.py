@@ -154,10 +154,6 @@ class Tap:
 
     def __call__(self, x: Tensor) -> Tensor:  # noqa: D102
         self.called = True
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            # Outside of the function, so that the input is saved at the size that autocast gives it.
-            x = x.to(torch.get_autocast_dtype(kind))
         weight, bias = self.module.weight, self.module.bias
         out: Tensor = _TappedLinear.apply(x, weight, bias, is_transposed(self.module), self._record)
         return out

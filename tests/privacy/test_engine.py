@@ -118,6 +118,7 @@ def make_model(family: str = "bert", dtype: torch.dtype = torch.float64, **lora:
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.4)
     options = {"r": 2, "lora_alpha": 6, "target_modules": targets, "modules_to_save": whole, **lora}
+    options["fan_in_fan_out"] = isinstance(config, GPT2Config)
     model = get_peft_model(base, LoraConfig(**options)).to(dtype)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # as after some training: at B = 0 every gradient of A is zero
@@ -665,6 +666,17 @@ def test_memory_of_a_micro_batch_is_freed(projected: bool) -> None:
         assert not any(r() is not None for r in kept)
 
 
+def test_a_head_does_not_keep_its_sequence_alive() -> None:
+    """It reads one token of a (rows, tokens, n) tensor; the whole tensor must go when the pass is over."""
+    head, hidden = nn.Linear(8, 4), torch.randn(3, 50, 8)
+    engine = GradientEngine(head, clip=1.0)
+    with engine.attached():
+        head(hidden[:, 0]).square().sum().backward()
+        kept = [t for v in vars(engine._parts[0]).values() if isinstance(v, tuple) for t in v]
+        assert [t.untyped_storage().nbytes() for t in kept] == [3 * 8 * 4, 3 * 4 * 4]
+        engine.discard()
+
+
 def test_discard_forgets_a_failed_micro_batch() -> None:
     model, batch = make_model("bert"), make_batch()
     engine = GradientEngine(model, clip=0.5)
@@ -747,7 +759,7 @@ def test_tied_weights_are_named() -> None:
 
 
 def test_dora_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"query.*Dora"):
+    with pytest.raises(ConfigError, match=r"query: the adapter variant Dora"):
         GradientEngine(make_model("bert", use_dora=True), clip=1.0)
 
 
