@@ -38,6 +38,7 @@ from privet.privacy.sampling import sampling_rate
 from privet.seeding import child_seed
 from privet.trainables import Trainables
 from privet.wire import (
+    FIRST_CONTACT,
     Arrays,
     Description,
     Failed,
@@ -318,6 +319,7 @@ class _Phase:
         }
         frozen = self._store.load_json(name)
         if frozen is None:
+            self.flag(FIRST_CONTACT)
             self._store.save_json(name, {**facts, "round": request.round})
             return
         for key, what in (

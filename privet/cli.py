@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"note: {text}", file=sys.stderr)
 
     from privet.launcher import launch
-    from privet.progress import Progress
+    from privet.progress import EVENTS_FILE, Progress
 
     run_dir = _new_run_dir(arguments.runs, arguments.name, config)
     federation = {
@@ -101,13 +101,14 @@ def _run(arguments: argparse.Namespace) -> int:
         "run-dir": str(run_dir),
         "overrides": shlex.join(_absolute_paths(arguments.overrides, config)),
     }
-    with Progress(run_dir) as progress:
+    with Progress(run_dir / EVENTS_FILE) as progress:
         outcome = launch(
             run_config=run_config,
             run_dir=run_dir,
             federation=federation,
             app_dir=APP_DIR,
-            on_tick=progress.update,
+            on_tick=progress.tick,
+            on_stopping=progress.stopping,
         )
     if outcome.status != "completed":
         print(f"privet: the run {outcome.status}: {outcome.detail}", file=sys.stderr)

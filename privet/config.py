@@ -79,7 +79,7 @@ class TaskConfig:
     pair_column: str | None
     label_column: str
     labels: tuple[str, ...]
-    minimum: dict[str, float]
+    minimum: dict[str, float] | None
     deduplicate: bool
     head: Literal["frozen", "shared", "local"]
     pooling: Literal["mean", "model"]

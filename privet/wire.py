@@ -25,6 +25,9 @@ from privet.errors import Refusal
 
 Arrays = dict[str, Tensor]
 PARTS: tuple[Literal["adapter", "head", "once"], ...] = ("adapter", "head", "once")
+FIRST_CONTACT = "first-contact"
+"""Flag of a node that has no record of the run yet; from a node that has answered before, its store is lost."""
+
 _DTYPES = {"float32", "uint8", "uint16", "uint32"}
 
 

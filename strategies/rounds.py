@@ -25,6 +25,7 @@ from privet.privacy.accounting import Step
 from privet.privacy.spending import Spending
 from privet.schedule import Round, Schedule
 from privet.wire import (
+    FIRST_CONTACT,
     Arrays,
     Failed,
     Payload,
@@ -329,6 +330,8 @@ class RoundStrategy(Strategy):
                 raise Refusal("zero-rows", "the node trained on no rows")
             if reply.examples != plan.examples or reply.steps > plan.steps_per_round:
                 raise Refusal("plan", "the node's rows or steps are not the planned ones")
+            if FIRST_CONTACT in reply.flags and request.node in self._informed:
+                self._lost_store(request.node)
             adapter, head = self.upload_shapes(request.phase)
             check_arrays(reply.payload.adapter, adapter, "adapter")
             check_arrays(reply.payload.head, head, "head")
@@ -336,6 +339,12 @@ class RoundStrategy(Strategy):
         except Refusal as refusal:
             return Failed(request.node, refusal.kind, str(refusal))
         return reply
+
+    def _lost_store(self, node: str) -> None:
+        """Refuse a private node that forgot what it spent; note it where nothing but state was lost."""
+        if self.config.privacy.private:
+            raise Refusal("store-lost", "the node answered before, but its store and ledger are gone")
+        self.run.recorder.event("note", text=f"{node} lost its store and starts afresh")
 
     def weight(self, reply: Reply) -> float:
         """p_k before normalisation: 1, or the declared rows (design rule 13)."""

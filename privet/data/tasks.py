@@ -173,9 +173,10 @@ def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Co
     column = cfg.label_column if column == LABEL else column
     texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
     wanted = [*texts, cfg.label_column] if column is None else [*texts, cfg.label_column, column]
-    frame = read_table(path, [*wanted, *cfg.minimum])
+    minimum = cfg.minimum or {}
+    frame = read_table(path, [*wanted, *minimum])
     cells = {name: np.array(_cells(frame[name], path), dtype=object) for name in wanted}
-    grades = {name: _numbers(frame[name], path) for name in cfg.minimum}
+    grades = {name: _numbers(frame[name], path) for name in minimum}
 
     index = {value: i for i, value in enumerate(cfg.labels)}
     codes = np.array([index.get(value.strip(), -1) for value in cells[cfg.label_column]], dtype=np.int64)
@@ -192,7 +193,7 @@ def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Co
     keep(codes[rows] >= 0, "with a label not in task.labels")
     for name in texts:
         keep(_filled(cells[name][rows]), "without a text")
-    for name, least in cfg.minimum.items():
+    for name, least in minimum.items():
         keep(~(grades[name][rows] < least), "below task.minimum")  # NaN: not graded, so not below
     if cfg.deduplicate:
         keep(~_repeated([cells[name][rows] for name in texts]), "with the text of an earlier row")

@@ -1,0 +1,262 @@
+"""What goes wrong at a node or on the way: refused by name, nothing lost, and the run ends as the policy says."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from tests.conftest import Outcome, write_table
+
+Run = Callable[..., Outcome]
+
+
+def asks(message: Message, *, round_number: int | None = None, node: str | None = None) -> bool:
+    """Whether a message is a training request, of that round and to that node."""
+    request = message.content["request"]
+    return (
+        message.metadata.message_type == "train"
+        and round_number in (None, request["round"])
+        and node in (None, request["node"])
+    )
+
+
+def tampering(change: Callable[[RecordDict], None], **which: Any) -> Callable[[Message, Message], Message]:
+    """Change the reply to the requests that :func:`asks` selects."""
+
+    def tamper(message: Message, reply: Message) -> Message:
+        if asks(message, **which):
+            change(reply.content)
+        return reply
+
+    return tamper
+
+
+def put_nan(content: RecordDict) -> None:
+    name, array = next(iter(content["adapter"].items()))
+    values = array.numpy().copy()
+    values.flat[0] = math.nan
+    content["adapter"][name] = Array(values)
+
+
+def cut_shape(content: RecordDict) -> None:
+    name, array = next(iter(content["adapter"].items()))
+    content["adapter"][name] = Array(array.numpy()[:-1].copy())
+
+
+def drop_array(content: RecordDict) -> None:
+    arrays = dict(content["adapter"].items())
+    arrays.popitem()
+    content["adapter"] = ArrayRecord(arrays)
+
+
+def set_field(record: str, name: str, value: Any) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        kind = MetricRecord if record == "metrics" else ConfigRecord
+        content[record] = kind({**dict(content[record]), name: value})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (put_nan, "non-finite"),
+        (cut_shape, "shape"),
+        (drop_array, "shape"),
+        (set_field("reply", "config_hash", "x"), "config-hash"),
+        (set_field("reply", "code_hash", "x"), "code-hash"),
+        (set_field("reply", "request", "x"), "mismatch"),
+        (set_field("reply", "node", "client-0"), "mismatch"),
+        (set_field("metrics", "examples", 0), "zero-rows"),
+        (set_field("metrics", "examples", 10**9), "plan"),
+        (set_field("metrics", "steps", 10**6), "plan"),
+        (set_field("reply", "flags", "x"), "malformed"),
+        (lambda content: content.pop("adapter"), "malformed"),
+    ],
+)
+def test_a_wrong_reply_is_refused_by_name_and_the_round_goes_on(
+    run: Run, change: Callable[[RecordDict], None], reason: str
+) -> None:
+    outcome = run(
+        "method=ffa_lora", "privacy=none", tamper=tampering(change, round_number=2, node="client-1")
+    )
+    assert outcome.error is None
+    first, second = outcome.rounds
+    assert first["phases"][0]["failed"] == []
+    (failed,) = second["phases"][0]["failed"]
+    assert failed["node"] == "client-1"
+    assert failed["reason"].startswith(reason)
+    assert second["phases"][0]["replied"] == 2
+    assert not second["void"]
+    assert outcome.json("summary.json")["failures"][0]["node"] == "client-1"
+    assert math.isfinite(second["eval"]["loss"])
+
+
+def test_a_refused_reply_changes_nothing(run: Run) -> None:
+    """The aggregate with a refused third reply is the aggregate of the other two."""
+    from safetensors.torch import load_file
+
+    spoilt = run("method=ffa_lora", "privacy=none", tamper=tampering(put_nan, node="client-2"))
+    gone = run("method=ffa_lora", "privacy=none", crash=lambda m: asks(m, node="client-2"))
+    first, second = (load_file(o.path / "checkpoints" / "round-00002.safetensors") for o in (spoilt, gone))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_flowers_error_text_goes_nowhere(run: Run) -> None:
+    outcome = run("method=ffa_lora", crash=lambda m: asks(m, node="client-0"))
+    assert outcome.error is None
+    assert outcome.rounds[0]["phases"][0]["failed"] == [
+        {"node": "client-0", "reason": "flower: Flower reports error code 2"}
+    ]
+    for file in outcome.path.rglob("*.json*"):
+        assert "secret" not in file.read_text()
+
+
+def test_an_exception_of_a_client_crosses_as_its_kind_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from client_app import trainer
+
+    def explode(self: object, *_: object) -> None:
+        raise ZeroDivisionError("secret row text")
+
+    monkeypatch.setattr(trainer.Trainer, "train_private", explode)
+    outcome = run("method=ffa_lora")
+    assert outcome.error is not None
+    reasons = {f["reason"] for f in outcome.rounds[0]["phases"][0]["failed"]}
+    assert reasons == {"error: ZeroDivisionError; the node's own log has more"}
+
+
+def test_all_clients_failing_ends_in_a_clear_error_with_everything_recorded(run: Run) -> None:
+    outcome = run("method=ffa_lora", crash=asks)
+    assert "every round was void" in str(outcome.error)
+    assert [r["void"] for r in outcome.rounds] == [True, True]
+    summary = outcome.json("summary.json")
+    assert summary["status"] == "failed"
+    assert "every round was void" in summary["reason"]
+    assert "every round was void" in outcome.json("failure.json")["reason"]
+    # The nodes may have trained before they broke, so the requests count in full.
+    privacy = outcome.json("privacy.json")
+    assert all(node["steps"] == 4 for node in privacy["nodes"])
+
+
+def test_a_void_round_leaves_the_model_as_it_was(run: Run) -> None:
+    from safetensors.torch import load_file
+
+    short = run("method=ffa_lora", "privacy=none", "federation.rounds=1")
+    long = run("method=ffa_lora", "privacy=none", crash=lambda m: asks(m, round_number=2))
+    assert [r["void"] for r in long.rounds] == [False, True]
+    assert long.rounds[0]["eval"] == long.rounds[1]["eval"] == short.rounds[0]["eval"]
+    first = load_file(short.path / "checkpoints" / "round-00001.safetensors")
+    second = load_file(long.path / "checkpoints" / "round-00002.safetensors")
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_too_few_replies_make_a_void_round(run: Run) -> None:
+    outcome = run(
+        "method=ffa_lora", "federation.min_replies=3", crash=lambda m: asks(m, round_number=1, node="client-2")
+    )
+    assert [r["void"] for r in outcome.rounds] == [True, False]
+    # Those who did train in the void round have spent: 2 rounds x 2 steps.
+    spent = {n["node"]: n["steps"] for n in outcome.json("privacy.json")["nodes"]}
+    assert spent == {"client-0": 4, "client-1": 4, "client-2": 4}
+
+
+def test_every_client_reports_zero_rows(run: Run) -> None:
+    outcome = run(
+        "method=ffa_lora",
+        "privacy=none",
+        tamper=tampering(set_field("metrics", "examples", 0), round_number=1),
+    )
+    assert [r["void"] for r in outcome.rounds] == [True, False]
+    assert {f["reason"] for f in outcome.rounds[0]["phases"][0]["failed"]} == {
+        "zero-rows: the node trained on no rows"
+    }
+
+
+def test_a_lost_message_ends_with_the_timeout(run: Run) -> None:
+    outcome = run("method=ffa_lora", "federation.timeout=0.5", drop=lambda m: asks(m, node="client-1"))
+    assert outcome.error is None
+    assert outcome.rounds[0]["phases"][0]["failed"] == [
+        {"node": "client-1", "reason": "timeout: no reply within 0.5 s"}
+    ]
+
+
+def test_a_client_with_fewer_rows_than_a_batch(run: Run, tmp_path: Path) -> None:
+    """b > n: every row at every step (q = 1), the divisor stays b."""
+    for client, rows in enumerate((60, 60, 6)):
+        write_table(tmp_path / f"{client}.csv", rows, seed=client)
+    test = write_table(tmp_path / "test.csv", 20, seed=9)
+    outcome = run(
+        "method=ffa_lora",
+        f"task.path='{tmp_path}/{{client}}.csv'",
+        f"task.test_path={test}",
+        "task.test_rows=null",
+    )
+    assert outcome.error is None
+    entries = {n["node"]: n["entries"][0]["q"] for n in outcome.json("privacy.json")["nodes"]}
+    assert entries == {"client-0": 16 / 60, "client-1": 16 / 60, "client-2": 1.0}
+    assert any("only 6 rows" in w for w in outcome.json("privacy.json")["warnings"])
+
+
+def test_a_node_that_lost_its_store_is_refused_under_dp_and_noted_without(run: Run) -> None:
+    def lose(message: Message, reply: Message) -> Message:
+        if asks(message, round_number=1, node="client-1"):
+            shutil.rmtree(Path(message.content["request"]["store"]) / "client-1")
+        return reply
+
+    private = run("method=ffa_lora", tamper=lose)
+    (failed,) = private.rounds[1]["phases"][0]["failed"]
+    assert failed["node"] == "client-1"
+    assert failed["reason"].startswith("store-lost")
+    plain = run("method=ffa_lora", "privacy=none", tamper=lose)
+    assert plain.rounds[1]["phases"][0]["failed"] == []
+    notes = [e["text"] for e in plain.lines("events.jsonl") if e["event"] == "note"]
+    assert "client-1 lost its store and starts afresh" in notes
+
+
+def test_a_lost_projection_rule_is_sent_again(run: Run) -> None:
+    def lose(message: Message, reply: Message) -> Message:
+        if asks(message, round_number=2, node="client-1"):
+            folder = Path(message.content["request"]["store"]) / "client-1" / "tensors"
+            shutil.rmtree(folder)
+            folder.mkdir()
+        return reply
+
+    outcome = run("method=fedhsip", "method.warmup_rounds=1", "federation.rounds=2", tamper=lose)
+    assert outcome.error is None or "damaged" in str(outcome.error)
+
+
+def test_a_missing_node_is_waited_for_and_named(run: Run, quick_wait: None) -> None:
+    outcome = run("method=ffa_lora", nodes=2)
+    assert "2 of 3 nodes connected" in str(outcome.error)
+    assert "num-supernodes=3" in outcome.json("failure.json")["reason"]
+
+
+def test_bad_settings_stop_a_run_before_any_message(run: Run) -> None:
+    outcome = run("method=ffa_lora", "privacy.epsilon=-1")
+    assert "privacy.epsilon = -1" in outcome.json("failure.json")["reason"]
+    assert outcome.grid.sent == []
+
+
+def test_a_node_without_rows_takes_no_part(run: Run) -> None:
+    def no_rows(message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "query.describe" and message.metadata.dst_node_id == 1002:
+            set_field("description", "examples", 0)(reply.content)
+        return reply
+
+    outcome = run("method=ffa_lora", "federation.sampled=2", tamper=no_rows)
+    assert outcome.error is None
+    assert {n["node"] for n in outcome.json("privacy.json")["nodes"]} == {"client-0", "client-1"}
+
+
+def test_two_nodes_of_one_name_are_refused(run: Run) -> None:
+    configs = [{"partition-id": i, "num-partitions": 3, "name": "north"} for i in range(3)]
+    outcome = run("method=ffa_lora", node_configs=configs)
+    assert "two nodes have this name" in str(outcome.error)
