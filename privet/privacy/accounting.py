@@ -141,7 +141,9 @@ def rdp(entries: Sequence[Step], order: float) -> float:
     """Return the Renyi divergence bound of `entries` at one `order` above 1; at one order they add up."""
     if not 1.0 < order < math.inf:
         raise ConfigError(f"order = {order} is not allowed: a finite number greater than 1")
-    return float(sum(step.steps * _rdp_of_one(step.q, step.sigma, float(order)) for step in entries))
+    return float(
+        sum(step.steps * _rdp_of_one(step.q, step.sigma, _feasible(step, order)) for step in entries)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -223,6 +225,15 @@ def _merge(entries: Sequence[Step]) -> list[Step]:
     return [Step(q, sigma, steps) for (q, sigma), steps in sorted(totals.items())]
 
 
+def _slow(q: float, sigma: float, order: float) -> bool:
+    return q < 1.0 and sigma > _FRACTIONAL_UP_TO and not order.is_integer()
+
+
+def _feasible(step: Step, order: float) -> float:
+    """Return `order` or, where that takes too long, the next whole one: the divergence grows with the order."""
+    return float(math.ceil(order)) if _slow(step.q, step.sigma, float(order)) else float(order)
+
+
 @lru_cache(maxsize=4096)
 def _rdp_of_one(q: float, sigma: float, order: float) -> float:
     """Return the Renyi divergence bound of one step; infinite where Opacus cannot compute it."""
@@ -238,8 +249,7 @@ def _rdp_of_one(q: float, sigma: float, order: float) -> float:
 @lru_cache(maxsize=1024)
 def _rdp_curve(q: float, sigma: float) -> NDArray[np.float64]:
     """Return the Renyi divergence bounds of one step, shape ``(len(_ORDERS),)``."""
-    slow = q < 1.0 and sigma > _FRACTIONAL_UP_TO
-    return np.array([math.inf if slow and not a.is_integer() else _rdp_of_one(q, sigma, a) for a in _ORDERS])
+    return np.array([math.inf if _slow(q, sigma, a) else _rdp_of_one(q, sigma, a) for a in _ORDERS])
 
 
 def _rdp_epsilon(merged: Sequence[Step], delta: float) -> float:

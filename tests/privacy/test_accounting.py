@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis import rdp as opacus_rdp
 from opacus.accountants.utils import get_noise_multiplier
 from scipy import integrate, optimize, stats
 
@@ -172,11 +174,28 @@ def test_one_row_and_tiny_clients_are_charged(accountant: str) -> None:
         assert 1 < epsilon([entry], 1e-5, accountant) < 20
 
 
-def test_extreme_mechanisms_end_in_a_number_quickly() -> None:
+def test_extreme_mechanisms_end_in_a_number() -> None:
     for accountant in BOTH:
         for step in (Step(1.0, 0.01, 1), Step(0.3, 0.05, 10**6), Step(0.5, 1e5, 10), Step(1e-9, 0.3, 10**9)):
             value = epsilon([step], 1e-5, accountant)
             assert 0 <= value < math.inf
+
+
+def test_numerics_that_take_minutes_or_gigabytes_are_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(PRVAccountant, "get_epsilon", never)
+    monkeypatch.setattr(opacus_rdp, "_compute_log_a_for_frac_alpha", never)
+    noisy = [Step(0.43, 2e4, 10)]  # a fractional order's series would have 200 000 terms
+    assert epsilon(noisy, 1e-5, "prv") == epsilon(noisy, 1e-5, "rdp") < 0.01
+    assert rdp(noisy, 2.8) == rdp(noisy, 3) > 0
+    monkeypatch.undo()
+    monkeypatch.setattr(PRVAccountant, "get_epsilon", never)
+    loud = [Step(0.3, 0.3, 10**5)]  # a mesh of some 10**9 points
+    assert epsilon(loud, 1e-5, "prv") == epsilon(loud, 1e-5, "rdp") > 1e4
 
 
 def test_prv_falls_back_to_the_rdp_bound_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 
@@ -101,3 +103,15 @@ def test_bad_requests_are_refused_before_the_first_batch() -> None:
         shuffled_batches(3, 1, -1, seed=0)
     with pytest.raises(ConfigError, match="seed = -1"):
         shuffled_batches(3, 1, 1, seed=-1)
+
+
+def test_a_row_is_drawn_exactly_when_its_uniform_is_below_q() -> None:
+    class Fixed:
+        def uniform(self, n: int) -> np.ndarray:
+            return np.array([0.0, 0.1999999, 0.2, 0.2000001, 1 - 2.0**-53])[:n]
+
+        def normal(self, *args: object, **kwargs: object) -> NoReturn:
+            raise AssertionError("sampling draws no normals")
+
+    assert poisson_draw(5, 0.2, Fixed()).tolist() == [0, 1]
+    assert poisson_draw(5, 1.0, Fixed()).tolist() == [0, 1, 2, 3, 4]
