@@ -230,7 +230,7 @@ def _slow(q: float, sigma: float, order: float) -> bool:
 
 
 def _feasible(step: Step, order: float) -> float:
-    """Return `order` or, where that takes too long, the next whole one: the divergence grows with the order."""
+    """Return `order` or, where that takes too long, the next whole one: divergences grow with the order."""
     return float(math.ceil(order)) if _slow(step.q, step.sigma, float(order)) else float(order)
 
 
