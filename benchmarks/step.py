@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from privet.privacy.engine import GradientEngine
-from privet.privacy.parts import THETA, Projection
+from privet.privacy.parts import THETA, ProjectedParameters
 from privet.privacy.rng import make_randomness
 
 
@@ -101,7 +101,9 @@ def variants(model: nn.Module, ids: Tensor, labels: Tensor) -> dict[str, Callabl
         start = {n: p.detach().clone() for n, p in lora.items()}
         parameters = {THETA: theta} | {n: p for n, p in trained.items() if n not in lora}
         optimizer = torch.optim.SGD(parameters.values(), lr=1e-3)
-        engine = GradientEngine(own, clip=1.0, projection=Projection(slots, coefficients, d, tuple(lora)))
+        engine = GradientEngine(
+            own, clip=1.0, projection=ProjectedParameters(slots, coefficients, d, tuple(lora))
+        )
         engine.attach()
 
         def step() -> None:

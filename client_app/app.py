@@ -44,6 +44,6 @@ def _guarded(handle: Callable[[], RecordDict], message: Message) -> Message:
         # The traceback is for this node's own log. Only the kind crosses the wire.
         logging.getLogger("privet").exception("this node could not answer")
         reason = f"{type(error).__name__}; the node's own log has more"
-        failed = {"node": "", "kind": "error", "reason": reason, "uncharged": False}
-        content = RecordDict({"failed": ConfigRecord(failed)})
+        failed = ConfigRecord({"node": "", "kind": "error", "reason": reason, "uncharged": False})
+        content = RecordDict({"failed": failed})
     return Message(content, reply_to=message)

@@ -14,7 +14,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from privet.data.tasks import Examples, load_node_file, snapshot
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal
 from privet.plan import required_sigma
-from privet.privacy.ledger import Entry
+from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
 from privet.privacy.sampling import sampling_rate
 from privet.seeding import child_seed
@@ -55,8 +54,6 @@ from privet.wire import (
 from strategies.base import load_method
 
 log = logging.getLogger("privet")
-
-MECHANISM = "poisson-subsampled gaussian"
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,8 @@ class NodeConfig:
         partition, path = raw.get("partition-id"), raw.get("data-path")
         if partition is None and path is None:
             raise Refusal(
-                "node-config", "the node was started without data: its --node-config needs data-path (and name)"
+                "node-config",
+                "the node was started without data: its --node-config needs data-path (and name)",
             )
         default = f"client-{partition}" if partition is not None else platform.node() or "node"
         name = str(raw.get("name", default))
@@ -270,15 +268,13 @@ class _Phase:
             raise Refusal("phase", "a phase trains once")
         if not self._config.privacy.private:
             path = ("batches", self._request.round, self._request.phase, self._node.name)
-            seed = child_seed(self._config.seed, *path)
-            self._diagnostics = self._trainer.train_plain(trainables, self._steps, seed)
+            order = child_seed(self._config.seed, *path)
+            self._diagnostics = self._trainer.train_plain(trainables, self._steps, order)
             return
         self._charge()
-        path = ("noise", self._request.fingerprint)
         seeded = self._config.privacy.randomness == "seeded"
-        randomness = make_randomness(
-            self._config.privacy.randomness, child_seed(self._config.seed, *path) if seeded else None
-        )
+        seed = child_seed(self._config.seed, "noise", self._request.fingerprint) if seeded else None
+        randomness = make_randomness(self._config.privacy.randomness, seed)
         noise = Noise(self._q, self._request.sigma, randomness)
         self._diagnostics = self._trainer.train_private(trainables, self._steps, noise)
 
@@ -345,12 +341,16 @@ class _Phase:
             raise Refusal("sigma", "fewer steps are planned than this round takes")
         needed = required_sigma(self._config, self._q, request.planned_steps)
         if not request.sigma >= needed * (1 - 1e-6):
-            raise Refusal("sigma", f"sigma {request.sigma:.4g} is below the {needed:.4g} that this node needs")
+            raise Refusal(
+                "sigma", f"sigma {request.sigma:.4g} is below the {needed:.4g} that this node needs"
+            )
 
     def _charge(self) -> None:
         """Write the ledger's entry before anything that it pays for exists (design rule 10)."""
         privacy, request = self._config.privacy, self._request
-        assert privacy.delta is not None and privacy.epsilon is not None and privacy.clip is not None
+        assert privacy.delta is not None
+        assert privacy.epsilon is not None
+        assert privacy.clip is not None
         if self._method_releases != "dp-sgd":
             raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         entry = Entry(
@@ -365,7 +365,7 @@ class _Phase:
             steps=self._steps,
             declared=self._declared,
             request=request.fingerprint,
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            time=utc_now(),
         )
         ledger = self._store.ledger(privacy.delta, self._node.max_epsilon)
         ledger.charge(entry, run_epsilon=privacy.epsilon, accountant=privacy.accountant)
@@ -391,7 +391,7 @@ class _Phase:
             "kept": {"run": self._request.run, "files": self._kept},
         }
         tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
-        self._store.save_reply(self._request.fingerprint, tensors, values)
+        self._store.save_reply(self._request.fingerprint, tensors, values, run=_safe(self._request.run))
         _commit_kept(self._store, values)
         return tensors, values
 

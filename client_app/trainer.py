@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
 from privet.data.collate import Tokenised, microbatches, pad_batch
-from privet.privacy.engine import GradientEngine
-from privet.privacy.parts import Projection as ProjectedParameters
+from privet.privacy.engine import Clipped, GradientEngine
+from privet.privacy.parts import ProjectedParameters
 from privet.privacy.rng import Randomness
 from privet.privacy.sampling import poisson_draw, shuffled_batches
 from privet.trainables import Trainables
@@ -141,7 +142,7 @@ class Trainer:
 
     # --- one batch -------------------------------------------------------------------------------
 
-    def _private_batch(self, engine: GradientEngine, rows: Rows) -> Iterator[tuple[float, object]]:
+    def _private_batch(self, engine: GradientEngine, rows: Rows) -> Iterator[tuple[float, Clipped]]:
         """Add the rows to the engine's sum; out of GPU memory, the same rows go in two halves."""
         try:
             losses = self._losses(rows)
@@ -215,10 +216,15 @@ class Trainer:
 
     def _optimizer(self, trainables: Trainables) -> torch.optim.Optimizer:
         """Return a fresh optimiser: no state passes from round to round or from client to client."""
-        leaves: Iterable[nn.Parameter] = trainables.leaves.values()
-        train = self._train
+        train, head = self._train, self._model.spec.head
+        groups: list[dict[str, Any]] = [
+            {"params": [p for n, p in trainables.leaves.items() if n not in head], "lr": train.lr},
+            {
+                "params": [p for n, p in trainables.leaves.items() if n in head],
+                "lr": train.head_lr or train.lr,
+            },
+        ]
+        groups = [g for g in groups if g["params"]]
         if train.optimizer == "sgd":
-            return torch.optim.SGD(
-                leaves, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
-            )
-        return torch.optim.AdamW(leaves, lr=train.lr, weight_decay=train.weight_decay)
+            return torch.optim.SGD(groups, momentum=train.momentum, weight_decay=train.weight_decay)
+        return torch.optim.AdamW(groups, weight_decay=train.weight_decay)

@@ -216,7 +216,9 @@ def check_shapes(
         if name not in expected:
             raise ValueError(f"unexpected array '{name}'")
         if tuple(value.shape) != tuple(expected[name]):
-            raise ValueError(f"array '{name}' has shape {tuple(value.shape)}, expected {tuple(expected[name])}")
+            raise ValueError(
+                f"array '{name}' has shape {tuple(value.shape)}, expected {tuple(expected[name])}"
+            )
     if exact:
         for name in expected:
             if name not in values:
@@ -279,7 +281,9 @@ def model_config(model: ModelConfig, labels: int) -> Any:
 
 def _location(model: ModelConfig) -> str:
     if model.path is None:
-        raise ConfigError("model.path is missing: a hub name, a folder, or model.architecture for random weights")
+        raise ConfigError(
+            "model.path is missing: a hub name, a folder, or model.architecture for random weights"
+        )
     return str(resolve_path(model.path)) if model.path.startswith("package:") else model.path
 
 
@@ -345,7 +349,9 @@ def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
         raise ConfigError(f"model.lora.targets = [] is not allowed: at least one of {', '.join(leaves)}")
 
 
-def _bare_module(config: Config, transformers_config: Any, *, random: bool, dtype: torch.dtype | None = None) -> Classifier:
+def _bare_module(
+    config: Config, transformers_config: Any, *, random: bool, dtype: torch.dtype | None = None
+) -> Classifier:
     model, task = config.model, config.task
     auto = AutoModel if task.pooling == "mean" else AutoModelForSequenceClassification
     if random:
@@ -402,7 +408,7 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
         torch.manual_seed(child_seed(config.seed, "base-weights"))
         module = _bare_module(config, transformers_config, random=random, dtype=dtype)
     if random:
-        module.backbone.to(dtype)
+        cast(nn.Module, module.backbone).to(dtype)
     lora = PeftLoraConfig(
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,  # type: ignore[arg-type]

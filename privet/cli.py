@@ -183,14 +183,12 @@ def _plan_text(plan: dict[str, Any]) -> str:
         spent = "-" if c["epsilon"] is None else f"{c['epsilon']:.3f}"
         sigma = f"{c['sigma']:.3f}" if plan["private"] else "-"
         rows.append((c["node"], str(c["n"]), f"{c['q']:.4f}", str(c["steps"]), sigma, spent))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    table = ["  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
     each = plan["per_round"]
     lines = [
         f"{plan['method']} on {plan['task']} with {plan['model']}, seed {plan['seed']}: {budget}",
         f"{len(plan['clients'])} clients, {plan['rounds']} rounds{warm}",
         "",
-        *table,
+        *_table(rows),
         "",
         f"upload a round    {each['upload_numbers']:>12,} numbers  {_size(each['upload_bytes'])}",
         f"download a round  {each['download_numbers']:>12,} numbers  {_size(each['download_bytes'])}",
@@ -235,19 +233,60 @@ def _methods(_: argparse.Namespace) -> int:
 
 def _ledger(arguments: argparse.Namespace) -> int:
     """Print what nodes have spent: budget, spent, what still fits."""
-    from client_app.store import ledgers_below
+    from privet.privacy.ledger import Ledger, describe
 
-    found = ledgers_below(arguments.path)
+    found = [describe(Ledger.load(path)) for path in _ledger_files(arguments.path)]
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
-        for ledger in found:
-            print(_ledger_text(ledger))
+        print("\n\n".join(_ledger_text(ledger) for ledger in found))
     return 0
 
 
+def _ledger_files(path: Path) -> list[Path]:
+    """Return the ledgers of a run's directory, of one node's store, or the file itself."""
+    if path.is_file():
+        return [path]
+    found = [p for p in (path / "ledger.jsonl", *sorted(path.glob("nodes/*/ledger.jsonl"))) if p.is_file()]
+    if not found:
+        raise PrivetError(f"{path} holds no ledger: a run's directory, a node's store or a ledger.jsonl")
+    return found
+
+
 def _ledger_text(ledger: dict[str, Any]) -> str:
-    return json.dumps(ledger, indent=2)
+    cap = ledger["max_epsilon"]
+    life = (
+        f"lifetime epsilon {ledger['lifetime_epsilon']:.3f} of {cap:g}, {ledger['lifetime_left']:.3f} left"
+        if cap is not None
+        else f"lifetime epsilon {ledger['lifetime_epsilon']:.3f} (no max-epsilon set)"
+    )
+    rows = [("run", "rounds", "steps", "q", "sigma", "clip", "epsilon", "budget", "steps that still fit")]
+    for r in ledger["runs"]:
+        rows.append(
+            (
+                r["run"],
+                str(r["rounds"]),
+                str(r["steps"]),
+                f"{r['q']:.4f}",
+                f"{r['sigma']:.3f}",
+                f"{r['clip']:g}",
+                f"{r['epsilon']:.3f}",
+                f"{r['budget']:g}",
+                str(r["fits"]),
+            )
+        )
+    return "\n".join([f"{ledger['node']}: {life}, delta {ledger['delta']:g}", *_table(rows)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out rows in columns, the first one to the left."""
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in rows
+    ]
 
 
 def _quiet_libraries() -> None:

@@ -16,9 +16,9 @@ import shlex
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from privet.errors import ConfigError
 
@@ -28,19 +28,37 @@ GROUPS = ("method", "task", "model", "privacy", "federation", "train")
 T = TypeVar("T")
 
 
-def number(*, gt: float | None = None, ge: float | None = None, lt: float | None = None) -> Any:
-    """Declare a numeric field with bounds; `None` values of optional fields are not checked."""
-    return field(metadata={"gt": gt, "ge": ge, "lt": lt})
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of a number, as an annotation: ``rank: Annotated[int, Bounds(ge=1)]``."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+
+    def check(self, value: Any, key: str) -> None:
+        """Raise ConfigError where a number is out of bounds; None is not a number."""
+        if value is None:
+            return
+        parts = []
+        if self.gt is not None:
+            parts.append((value > self.gt, f"greater than {self.gt:g}"))
+        if self.ge is not None:
+            parts.append((value >= self.ge, f"at least {self.ge:g}"))
+        if self.lt is not None:
+            parts.append((value < self.lt, f"less than {self.lt:g}"))
+        if not all(holds for holds, _ in parts):
+            raise ConfigError(f"{key} = {value} is not allowed: {' and '.join(text for _, text in parts)}")
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters: ``W = W0 + (alpha / rank) B A`` on every target module."""
 
-    rank: int = number(ge=1)
-    alpha: float = number(gt=0)
+    rank: Annotated[int, Bounds(ge=1)]
+    alpha: Annotated[float, Bounds(gt=0)]
     targets: tuple[str, ...]
-    dropout: float = number(ge=0, lt=1)
+    dropout: Annotated[float, Bounds(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class ModelConfig:
     sha256: str | None
     tokenizer: str | None
     architecture: dict[str, Any] | None
-    max_length: int = number(ge=2)
+    max_length: Annotated[int, Bounds(ge=2)]
     lora: LoraConfig
 
 
@@ -73,8 +91,8 @@ class TaskConfig:
     name: str
     path: str
     test_path: str | None
-    test_rows: int | None = number(ge=1)
-    train_rows: int | None = number(ge=1)
+    test_rows: Annotated[int | None, Bounds(ge=1)]
+    train_rows: Annotated[int | None, Bounds(ge=1)]
     text_column: str
     pair_column: str | None
     label_column: str
@@ -101,22 +119,22 @@ class PartitionConfig:
 
     kind: Literal["iid", "dirichlet", "natural"]
     column: str
-    alpha: float = number(gt=0)
-    min_rows: int = number(ge=1)
+    alpha: Annotated[float, Bounds(gt=0)]
+    min_rows: Annotated[int, Bounds(ge=1)]
 
 
 @dataclass(frozen=True)
 class FederationConfig:
     """Who takes part, how often, and what a round needs to count."""
 
-    clients: int = number(ge=1)
-    sampled: int | None = number(ge=1)
-    rounds: int = number(ge=1)
-    min_replies: int = number(ge=1)
-    timeout: float = number(gt=0)
+    clients: Annotated[int, Bounds(ge=1)]
+    sampled: Annotated[int | None, Bounds(ge=1)]
+    rounds: Annotated[int, Bounds(ge=1)]
+    min_replies: Annotated[int, Bounds(ge=1)]
+    timeout: Annotated[float, Bounds(gt=0)]
     weighting: Literal["auto", "uniform", "samples"]
-    cpus_per_client: int = number(ge=1)
-    gpus_per_client: float = number(ge=0)
+    cpus_per_client: Annotated[int, Bounds(ge=1)]
+    gpus_per_client: Annotated[float, Bounds(ge=0)]
     partition: PartitionConfig
 
     @property
@@ -138,25 +156,31 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The local steps. Under DP `batch_size` is the expected size of a Poisson draw."""
+    """The local steps. Under DP `batch_size` is the expected size of a Poisson draw.
 
-    local_steps: int | None = number(ge=1)
-    local_epochs: float | None = number(gt=0)
-    batch_size: int = number(ge=1)
-    micro_batch: int = number(ge=1)
+    `head_lr` is the head's own learning rate; None: `lr`.
+    """
+
+    local_steps: Annotated[int | None, Bounds(ge=1)]
+    local_epochs: Annotated[float | None, Bounds(gt=0)]
+    batch_size: Annotated[int, Bounds(ge=1)]
+    micro_batch: Annotated[int, Bounds(ge=1)]
     optimizer: Literal["sgd", "adamw"]
-    lr: float = number(gt=0)
-    momentum: float = number(ge=0, lt=1)
-    weight_decay: float = number(ge=0)
+    lr: Annotated[float, Bounds(gt=0)]
+    head_lr: Annotated[float | None, Bounds(gt=0)]
+    momentum: Annotated[float, Bounds(ge=0, lt=1)]
+    weight_decay: Annotated[float, Bounds(ge=0)]
     device: str
     dtype: Literal["auto", "float32", "bfloat16"]
-    threads: int = number(ge=1)
+    threads: Annotated[int, Bounds(ge=1)]
 
     def __post_init__(self) -> None:
         if (self.local_steps is None) == (self.local_epochs is None):
             raise ConfigError("set exactly one of train.local_steps and train.local_epochs (the other: null)")
         if self.momentum and self.optimizer != "sgd":
-            raise ConfigError(f"train.momentum = {self.momentum} is not allowed: only with train.optimizer=sgd")
+            raise ConfigError(
+                f"train.momentum = {self.momentum} is not allowed: only with train.optimizer=sgd"
+            )
 
     def steps(self, examples: int) -> int:
         """Local steps of one round on a client that declares `examples` rows."""
@@ -171,9 +195,9 @@ class PrivacyConfig:
     """The budget of a run: sample-level (epsilon, delta)-DP for every client, add/remove-one row."""
 
     mode: Literal["dp", "none"]
-    epsilon: float | None = number(gt=0)
-    delta: float | None = number(gt=0, lt=1)
-    clip: float | None = number(gt=0)
+    epsilon: Annotated[float | None, Bounds(gt=0)]
+    delta: Annotated[float | None, Bounds(gt=0, lt=1)]
+    clip: Annotated[float | None, Bounds(gt=0)]
     accountant: Literal["rdp", "prv"]
     randomness: Literal["secure", "fast", "seeded"]
     diagnostics: bool
@@ -212,7 +236,8 @@ class Config:
     federation: FederationConfig
     train: TrainConfig
     evaluation: Literal["server", "none"]
-    seed: int = number(ge=0)
+    evaluate_every: Annotated[int, Bounds(ge=1)]
+    seed: Annotated[int, Bounds(ge=0)]
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Config:
@@ -282,17 +307,16 @@ def parse(cls: type[T], raw: Any, path: str) -> T:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path} = {raw!r} is not allowed: a group of settings")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for key in raw:
         if key not in fields:
             raise ConfigError(unknown("key", _join(path, str(key)), [_join(path, f) for f in fields]))
     values = {}
-    for name, declared in fields.items():
+    for name in fields:
         key = _join(path, name)
         if name not in raw:
             raise ConfigError(f"{key} is missing")
         values[name] = _convert(hints[name], raw[name], key)
-        _check_bounds(values[name], declared.metadata, key)
     return cls(**values)
 
 
@@ -311,6 +335,11 @@ def _join(path: str, name: str) -> str:
 def _convert(hint: Any, value: Any, key: str) -> Any:
     """Return `value` as the annotated type; numbers widen from int to float and nothing else changes type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        inner, bounds = args
+        typed = _convert(inner, value, key)
+        bounds.check(typed, key)
+        return typed
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -340,30 +369,12 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, bool) and hint is not bool or not isinstance(value, hint):
+    if (isinstance(value, bool) and hint is not bool) or not isinstance(value, hint):
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
         raise ConfigError(f"{key} = {'null' if value is None else repr(value)} is not allowed: {names[hint]}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{key} = {value} is not allowed: a finite number")
     return value
-
-
-def _check_bounds(value: Any, bounds: Mapping[str, Any], key: str) -> None:
-    if value is None or not isinstance(value, (int, float)):
-        return
-    gt, ge, lt = bounds.get("gt"), bounds.get("ge"), bounds.get("lt")
-    parts = []
-    if gt is not None:
-        parts.append(f"greater than {gt:g}")
-    if ge is not None:
-        parts.append(f"at least {ge:g}")
-    if lt is not None:
-        parts.append(f"less than {lt:g}")
-    bad = (
-        (gt is not None and value <= gt) or (ge is not None and value < ge) or (lt is not None and value >= lt)
-    )
-    if bad:
-        raise ConfigError(f"{key} = {value} is not allowed: {' and '.join(parts)}")
 
 
 # --- composition ---------------------------------------------------------------------------------
@@ -426,7 +437,9 @@ def _check_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
         try:
             override = parser.parse_override(text)
         except HydraException:
-            raise ConfigError(f"'{text}' is not allowed: a setting reads key=value, for example train.lr=0.5") from None
+            raise ConfigError(
+                f"'{text}' is not allowed: a setting reads key=value, for example train.lr=0.5"
+            ) from None
         key = override.key_or_group
         if override.type is None or override.type.name != "CHANGE" or override.package is not None:
             raise ConfigError(f"'{text}' is not allowed: every key exists already, write {key}=VALUE")

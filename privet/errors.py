@@ -19,7 +19,7 @@ class DataError(PrivetError):
     """A data file is missing, empty or does not have the shape that the task declares."""
 
 
-class Refusal(PrivetError):
+class Refusal(PrivetError):  # noqa: N818 - a refusal is an answer, not an error
     """A node or the server declines a request; only `kind` and this text cross the wire.
 
     Parameters

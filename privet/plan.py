@@ -55,7 +55,7 @@ def plan_node(config: Config, schedule: Schedule, node: str, rows: int) -> NodeP
     q = sampling_rate(config.train.batch_size, rows)
     sigma, spent = 0.0, None
     if privacy.private:
-        assert privacy.epsilon is not None and privacy.delta is not None
+        assert privacy.delta is not None
         sigma = required_sigma(config, q, planned)
         spent = epsilon([Step(q, sigma, per_round * rounds)], privacy.delta, privacy.accountant)
     return NodePlan(node, rows, q, per_round, rounds, planned, sigma, spent)

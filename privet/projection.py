@@ -186,7 +186,7 @@ def assign_slots(
     signs : int8 (D,)
         +1 or -1 for each coordinate.
     """
-    D, K = profiles.shape
+    D = len(profiles)
     if not 1 <= d <= D:
         raise ValueError(f"d = {d} is not allowed: between 1 and D = {D}")
     x = unit_profiles(np.asarray(profiles, dtype=np.float64))

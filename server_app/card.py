@@ -6,21 +6,21 @@ from typing import Any
 
 from privet.config import Config
 
-_MEAN_HEAD = '''
+_MEAN_HEAD = """
 model = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "adapter").eval()
 head = load_file("adapter/head.safetensors")
 tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
 hidden = model(**tokens).last_hidden_state
 mask = tokens["attention_mask"].unsqueeze(-1)
 logits = (hidden * mask).sum(1) / mask.sum(1) @ head["head.weight"].T + head["head.bias"]
-'''
+"""
 
-_OWN_HEAD = '''
+_OWN_HEAD = """
 base = AutoModelForSequenceClassification.from_pretrained("{base}", num_labels={labels})
 model = PeftModel.from_pretrained(base, "adapter").eval()
 tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
 logits = model(**tokens).logits
-'''
+"""
 
 
 def privacy_card(config: Config, summary: dict[str, Any], privacy: dict[str, Any]) -> str:
@@ -57,7 +57,9 @@ def privacy_card(config: Config, summary: dict[str, Any], privacy: dict[str, Any
 
 def _privacy_lines(config: Config, privacy: dict[str, Any]) -> list[str]:
     if not config.privacy.private:
-        return ["**Not private.** The model was trained without differential privacy and may remember single rows."]
+        return [
+            "**Not private.** The model was trained without differential privacy and may remember single rows."
+        ]
     out = []
     if not privacy["private"]:
         out += ["**Not private:** " + "; ".join(privacy["warnings"]) + ".", ""]

@@ -8,7 +8,6 @@ whole, so that a killed run leaves readable files.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from privet.adapters import export
+from privet.atomic import write_atomic
 from privet.config import Config
 from privet.plan import NodePlan, warnings
 from privet.privacy.spending import Spending
@@ -78,9 +78,8 @@ class RunDirectory:
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         name = f"round-{number:05d}.safetensors"
-        part = folder / f".{name}.part"
-        save_file({k: v.contiguous() for k, v in state.items()}, str(part), metadata={"round": str(number)})
-        _replace(part, folder / name)
+        tensors = {k: v.contiguous() for k, v in state.items()}
+        write_atomic(folder / name, save(tensors, metadata={"round": str(number)}))
         for old in folder.glob("round-*.safetensors"):
             if old.name != name:
                 old.unlink()
@@ -210,17 +209,8 @@ def _append(path: Path, value: dict[str, Any]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    _replace(part, path)
+    write_atomic(path, text.encode())
 
 
 def _write_json(path: Path, value: Any) -> None:
     _write(path, json.dumps(value, indent=2) + "\n")
-
-
-def _replace(part: Path, path: Path) -> None:
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(path)
-

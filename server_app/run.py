@@ -90,7 +90,9 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
         directory.event("note", text=f"{node} has no rows and takes no part")
     taking_part = {n: d for n, (_, d) in found.items() if n not in empty}
     if len(taking_part) < config.federation.min_replies:
-        raise Refusal("nodes", f"{len(taking_part)} nodes have rows, {config.federation.min_replies} are needed")
+        raise Refusal(
+            "nodes", f"{len(taking_part)} nodes have rows, {config.federation.min_replies} are needed"
+        )
     schedule = draw_schedule(
         list(taking_part),
         config.federation,
@@ -139,9 +141,7 @@ def _last_reason(summary: Mapping[str, list[dict[str, str]]]) -> str:
     return f"{failures[-1]['node']}: {failures[-1]['reason']}" if failures else "no reply"
 
 
-def discover(
-    grid: Grid, config: Config, run_id: str, store: str
-) -> dict[str, tuple[int, Description]]:
+def discover(grid: Grid, config: Config, run_id: str, store: str) -> dict[str, tuple[int, Description]]:
     """Wait for the nodes and ask each who it is; return Flower's node id and the description, by name.
 
     Raises
@@ -163,7 +163,8 @@ def discover(
         planned_steps=0,
     )
     messages = [
-        Message(pack_request(request), dst_node_id=i, message_type=f"{MessageType.QUERY}.describe") for i in ids
+        Message(pack_request(request), dst_node_id=i, message_type=f"{MessageType.QUERY}.describe")
+        for i in ids
     ]
     replies = list(grid.send_and_receive(messages, timeout=DESCRIBE_WAIT))
     found: dict[str, tuple[int, Description]] = {}
@@ -206,5 +207,3 @@ def _wait_for_nodes(grid: Grid, wanted: int) -> list[int]:
                 f"or give a simulation --federation-config num-supernodes={wanted}",
             )
         time.sleep(0.2)
-
-

@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from privet.adapters import AdapterSpec, Shapes, count, initial_tensors
-from privet.config import Config, number
+from privet.config import Bounds, Config
 from privet.errors import ConfigError, Refusal
 from privet.projection import (
     Projection,
@@ -62,8 +62,8 @@ class FedHSIPParams:
     """
 
     assignment: Literal["hsip", "random"]
-    warmup_rounds: int = number(ge=1)
-    dimension: int | None = number(ge=1)
+    warmup_rounds: Annotated[int, Bounds(ge=1)]
+    dimension: Annotated[int | None, Bounds(ge=1)]
     init: Literal["offset", "uniform", "warm"]
     coefficients: tuple[float, ...]
 
@@ -85,7 +85,7 @@ class FedHSIP(LoraStrategy):
     def __init__(self, config: Config, spec: AdapterSpec) -> None:
         super().__init__(config, spec)
         self.total = count(spec.lora)
-        self.dimension = self.params.dimension or default_dimension(self.total)
+        self.dimension: int = self.params.dimension or default_dimension(self.total)
         if self.dimension > self.total:
             raise ConfigError(
                 f"method.dimension = {self.dimension} is not allowed: at most the {self.total} LoRA numbers"
@@ -149,9 +149,12 @@ class FedHSIP(LoraStrategy):
 
     def finish_warmup(self, state: Arrays) -> Arrays:
         """Turn the sums into profiles and loads, solve eq. 12, and start theta; the warm-up's head stays."""
-        statistics = self.statistics(state)
+        profiles, sensitivity, energy, heterogeneity = self.statistics(state)
         slots, signs = assign_slots(
-            *statistics,
+            profiles,
+            sensitivity,
+            energy,
+            heterogeneity,
             self.dimension,
             coefficients=self.params.coefficients,
             seed=child_seed(self.config.seed, "hsip"),
@@ -292,7 +295,10 @@ class WarmupMerger(WeightedMean):
 def _pack_rule(state: Arrays, dimension: int) -> Arrays:
     kind = np.uint16 if dimension <= 1 << 16 else np.uint32
     slots = state["slots"].numpy().astype(kind)
-    return {"slots": torch.from_numpy(slots), "signs": torch.from_numpy(np.packbits(state["signs"].numpy() < 0))}
+    return {
+        "slots": torch.from_numpy(slots),
+        "signs": torch.from_numpy(np.packbits(state["signs"].numpy() < 0)),
+    }
 
 
 def _unpack_rule(material: Arrays, total: int, dimension: int) -> Projection:

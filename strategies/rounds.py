@@ -192,7 +192,7 @@ class RoundStrategy(Strategy):
             void = next_state is None
             state = state if next_state is None else next_state
             metrics = None
-            if evaluate_fn is not None and not warm[position]:
+            if evaluate_fn is not None and self._scores(position):
                 metrics = evaluate_fn(plan.number, to_record(self.model_values(state)))
             if metrics is not None:
                 result.evaluate_metrics_serverapp[plan.number] = metrics
@@ -200,6 +200,13 @@ class RoundStrategy(Strategy):
             self._record(plan, exchanges, traffic, metrics, void, time.monotonic() - started)
         result.arrays = to_record(state)
         return result
+
+    def _scores(self, position: int) -> bool:
+        """Whether the round at `position` of the schedule is followed by a score."""
+        rounds = self.run.schedule.rounds
+        warmup = sum(r.phases != self.phases for r in rounds)
+        trained = position + 1 - warmup
+        return trained > 0 and (trained % self.config.evaluate_every == 0 or position + 1 == len(rounds))
 
     def _round(
         self, grid: Grid, plan: Round, state: Arrays, timeout: float
@@ -231,7 +238,9 @@ class RoundStrategy(Strategy):
         recorder = self.run.recorder
         merger = self.merger(phase, state)
         exchange = Exchange(phase, len(nodes))
-        recorder.event("phase", round=plan.number, of=len(self.run.schedule.rounds), phase=phase, sent=len(nodes))
+        recorder.event(
+            "phase", round=plan.number, of=len(self.run.schedule.rounds), phase=phase, sent=len(nodes)
+        )
         started = time.monotonic()
         pending: dict[str, Request] = {}
         resent: set[str] = set()
@@ -376,7 +385,7 @@ class RoundStrategy(Strategy):
         seconds: float,
     ) -> None:
         """Write the round's line and tell who watches."""
-        scores = None if metrics is None else {k: v for k, v in metrics.items()}
+        scores = None if metrics is None else dict(metrics)
         known = [(loss, n) for loss, n in exchanges[-1].losses if loss == loss]
         total = sum(n for _, n in known)
         record = {
@@ -403,7 +412,9 @@ class RoundStrategy(Strategy):
         """Return the messages of the first phase of a round."""
         plan = self.run.schedule.rounds[server_round - 1]
         state = from_record(arrays)
-        requests = [self._request(plan, plan.phases[0], n, state, n not in self._informed) for n in plan.nodes]
+        requests = [
+            self._request(plan, plan.phases[0], n, state, n not in self._informed) for n in plan.nodes
+        ]
         return [self._message(r, self.config.federation.timeout) for r in requests]
 
     def aggregate_train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def write_table(path: Path, rows: int, *, seed: int = 0) -> Path:
         writer.writerow(["text", "label", "site"])
         for i in range(rows):
             label = i % 2
-            words = rng.sample(filler, 4) + [rng.choice(good if label else bad), str(i)]
+            words = [*rng.sample(filler, 4), rng.choice(good if label else bad), str(i)]
             rng.shuffle(words)
             writer.writerow([" ".join(words), ["no", "yes"][label], f"site{i % 3}"])
     return path
@@ -73,6 +73,7 @@ def settings(table: Path) -> list[str]:
         "task.labels=[no,yes]",
         "task.test_rows=30",
         "federation.rounds=2",
+        "evaluate_every=1",
         "train.local_steps=2",
         "train.batch_size=16",
         "train.lr=0.5",
@@ -110,9 +111,8 @@ def run(tmp_path: Path, settings: list[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def quick_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run wait for missing nodes and replies for a moment only."""
     import server_app.run
 
     monkeypatch.setattr(server_app.run, "CONNECT_WAIT", 0.3)
-    yield

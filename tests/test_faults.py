@@ -160,7 +160,9 @@ def test_a_void_round_leaves_the_model_as_it_was(run: Run) -> None:
 
 def test_too_few_replies_make_a_void_round(run: Run) -> None:
     outcome = run(
-        "method=ffa_lora", "federation.min_replies=3", crash=lambda m: asks(m, round_number=1, node="client-2")
+        "method=ffa_lora",
+        "federation.min_replies=3",
+        crash=lambda m: asks(m, round_number=1, node="client-2"),
     )
     assert [r["void"] for r in outcome.rounds] == [True, False]
     # Those who did train in the void round have spent: 2 rounds x 2 steps.

@@ -119,7 +119,9 @@ def test_objective_is_the_definition() -> None:
     assert fast == pytest.approx(brute_objective(slots, signs, u, s, e, h, 6, weights), rel=1e-10)
 
 
-@pytest.mark.parametrize(("D", "d", "K"), [(640, 100, 3), (1280, 200, 6), (100, 100, 2), (50, 1, 2), (97, 13, 5)])
+@pytest.mark.parametrize(
+    ("D", "d", "K"), [(640, 100, 3), (1280, 200, 6), (100, 100, 2), (50, 1, 2), (97, 13, 5)]
+)
 def test_assignment_is_balanced_signed_and_better_than_random(D: int, d: int, K: int) -> None:
     u, s, e, h = sample(D, K)
     slots, signs = assign_slots(u, s, e, h, d)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from privet.errors import ConfigError
-from privet.privacy.parts import LinearPart, Part, ProjectedPart, Projection, uneven_rows
+from privet.privacy.parts import LinearPart, Part, ProjectedParameters, ProjectedPart, uneven_rows
 from privet.privacy.per_sample import Tap, is_linear
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class GradientEngine:
         per example first, for example a PEFT model. It must stand on its device already.
     clip : float
         C, the bound on the norm of one example's whole gradient.
-    projection : Projection, optional
+    projection : ProjectedParameters, optional
         Train shared coordinates in place of the parameters that it names; the remaining ones (a head)
         train as they are, inside the same clip.
 
@@ -84,7 +84,9 @@ class GradientEngine:
     ...     gradients = engine.private_sum(randomness, sigma=0.8, expected_batch=32)
     """
 
-    def __init__(self, model: nn.Module, *, clip: float, projection: Projection | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, clip: float, projection: ProjectedParameters | None = None
+    ) -> None:
         if not (clip > 0 and math.isfinite(clip)):
             raise ConfigError(f"privacy.clip = {clip} is not allowed: greater than 0 and finite")
         _refuse_mixing(model)
@@ -337,7 +339,7 @@ def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
 
 
 def _build(
-    owners: Mapping[str, nn.Module], projection: Projection | None
+    owners: Mapping[str, nn.Module], projection: ProjectedParameters | None
 ) -> tuple[list[Part], dict[str, Tap]]:
     """Return the parts of the clipped vector and a tap for every layer that trains."""
     parts: list[Part] = []

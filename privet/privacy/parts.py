@@ -176,7 +176,7 @@ class LinearPart(Part):
 
 
 @dataclass(frozen=True)
-class Projection:
+class ProjectedParameters:
     """A map from d shared coordinates to the D coordinates of named parameters, ``theta_D = P theta_d``.
 
     P has one entry a row: coordinate i reads ``coefficients[i] * theta_d[slots[i]]`` (FedHSIP, Uni-LoRA).
@@ -227,7 +227,7 @@ class ProjectedPart(Part):
 
     Parameters
     ----------
-    projection : Projection
+    projection : ProjectedParameters
         The map.
     modules : mapping of str to nn.Module
         The linear layer that owns each parameter of ``projection.order``, by the parameter's name.
@@ -240,7 +240,7 @@ class ProjectedPart(Part):
 
     name = "the projection"
 
-    def __init__(self, projection: Projection, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, projection: ProjectedParameters, modules: Mapping[str, nn.Module]) -> None:
         weights = [modules[name].get_parameter("weight") for name in projection.order]
         sizes = [w.numel() for w in weights]
         if sum(sizes) != projection.slots.numel():

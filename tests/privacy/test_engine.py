@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from privet.errors import ConfigError
 from privet.privacy.engine import GradientEngine
-from privet.privacy.parts import THETA, Projection
+from privet.privacy.parts import THETA, ProjectedParameters
 
 VOCAB, LENGTHS = 50, (7, 3, 5, 1)
 
@@ -196,7 +196,7 @@ def engine_sum(
     batch: dict[str, Tensor],
     clip: float,
     loss: Callable[..., Tensor] = losses,
-    projection: Projection | None = None,
+    projection: ProjectedParameters | None = None,
 ) -> tuple[Tensor, Gradients]:
     """Norms and the clipped sum without noise, from one micro-batch."""
     engine = GradientEngine(model, clip=clip, projection=projection)
@@ -404,13 +404,15 @@ def test_bfloat16_sums_in_float32(mode: str) -> None:
 # --- projection -----------------------------------------------------------------------------------
 
 
-def random_projection(model: nn.Module, d: int, order: tuple[str, ...]) -> Projection:
+def random_projection(model: nn.Module, d: int, order: tuple[str, ...]) -> ProjectedParameters:
     named = dict(model.named_parameters())
     size = sum(named[n].numel() for n in order)
     generator = torch.Generator().manual_seed(5)
     slots = torch.arange(size)[torch.randperm(size, generator=generator)] % d
     signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
-    return Projection(slots, signs.double() / torch.bincount(slots, minlength=d)[slots].sqrt(), d, order)
+    return ProjectedParameters(
+        slots, signs.double() / torch.bincount(slots, minlength=d)[slots].sqrt(), d, order
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2-conv1d"])
@@ -456,16 +458,20 @@ def test_projections_that_do_not_fit_are_refused() -> None:
     lora = tuple(n for n, _ in model.named_parameters() if "lora_" in n)
     good = random_projection(model, 10, lora)
     with pytest.raises(ConfigError, match="slot lies outside"):
-        Projection(good.slots, good.coefficients, 9, lora)
+        ProjectedParameters(good.slots, good.coefficients, 9, lora)
     with pytest.raises(ConfigError, match="twice"):
-        Projection(good.slots, good.coefficients, 10, (*lora, lora[0]))
+        ProjectedParameters(good.slots, good.coefficients, 10, (*lora, lora[0]))
     with pytest.raises(ConfigError, match="one length"):
-        Projection(good.slots[1:], good.coefficients, 10, lora)
+        ProjectedParameters(good.slots[1:], good.coefficients, 10, lora)
     with pytest.raises(ConfigError, match=f"slots has {len(good.slots)} entries"):
-        GradientEngine(model, clip=1.0, projection=Projection(good.slots, good.coefficients, 10, lora[1:]))
+        GradientEngine(
+            model, clip=1.0, projection=ProjectedParameters(good.slots, good.coefficients, 10, lora[1:])
+        )
     with pytest.raises(ConfigError, match=r"nowhere\.weight is not the trainable weight"):
         GradientEngine(
-            model, clip=1.0, projection=Projection(good.slots, good.coefficients, 10, ("nowhere.weight",))
+            model,
+            clip=1.0,
+            projection=ProjectedParameters(good.slots, good.coefficients, 10, ("nowhere.weight",)),
         )
     head = "base_model.model.classifier.modules_to_save.default.weight"
     with pytest.raises(ConfigError, match=r"the bias of .*classifier.* trains too"):
