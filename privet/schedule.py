@@ -21,6 +21,7 @@ class Round:
     number: int
     phases: tuple[str, ...]
     nodes: tuple[str, ...]
+    warmup: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Schedule:
     """All rounds of a run."""
 
     rounds: tuple[Round, ...]
+
+    @property
+    def warmup_rounds(self) -> int:
+        """Rounds before the first training round."""
+        return sum(r.warmup for r in self.rounds)
 
     def participations(self, node: str) -> int:
         """Rounds in which a node trains."""
@@ -53,7 +59,7 @@ def draw_schedule(
     The draw depends on the node names and the seed only, not on the order in which nodes connect.
     """
     names = sorted(nodes)
-    rounds = [Round(i + 1, warmup_phases, tuple(names)) for i in range(warmup_rounds)]
+    rounds = [Round(i + 1, warmup_phases, tuple(names), warmup=True) for i in range(warmup_rounds)]
     size = min(federation.sample_size, len(names))
     for i in range(federation.rounds):
         number = warmup_rounds + i + 1

@@ -45,6 +45,21 @@ class RunDirectory:
         self._started = datetime.now(UTC)
         self._totals = dict.fromkeys(WAYS, 0)
 
+    @property
+    def void_rounds(self) -> list[int]:
+        """Numbers of the rounds that changed nothing."""
+        return [r["round"] for r in self._rounds if r["void"]]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Every refused or missing reply so far: round, phase, node and reason."""
+        return [
+            {"round": r["round"], "phase": p["name"], **f}
+            for r in self._rounds
+            for p in r["phases"]
+            for f in p["failed"]
+        ]
+
     # --- live ------------------------------------------------------------------------------------
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -117,7 +132,13 @@ class RunDirectory:
     def fail(self, reason: str) -> None:
         """Leave the reason of a failure where the launcher and a person look for it."""
         _write_json(self.path / "failure.json", {"reason": reason})
-        summary = {"status": "failed", "reason": reason, "rounds": len(self._rounds)}
+        summary = {
+            "status": "failed",
+            "reason": reason,
+            "rounds": len(self._rounds),
+            "void_rounds": self.void_rounds,
+            "failures": self.failures,
+        }
         _write_json(self.path / "summary.json", summary)
         self.event("end", status="failed", metrics=None, epsilon=None, run_dir=str(self.path))
 
@@ -154,12 +175,6 @@ class RunDirectory:
     def _summary(self, config: Config, run_id: str, status: str, privacy: dict[str, Any]) -> dict[str, Any]:
         scored = [r["eval"] for r in self._rounds if r["eval"]]
         last = next((r for r in reversed(self._rounds) if not r["void"]), self._rounds[-1])
-        failures = [
-            {"round": r["round"], "phase": p["name"], **f}
-            for r in self._rounds
-            for p in r["phases"]
-            for f in p["failed"]
-        ]
         nodes = max(1, len(self._traffic[self._rounds.index(last)]["nodes"]))
         return {
             "status": status,
@@ -170,8 +185,8 @@ class RunDirectory:
             "seed": config.seed,
             "private": privacy["private"],
             "rounds": len(self._rounds),
-            "void_rounds": [r["round"] for r in self._rounds if r["void"]],
-            "failures": failures,
+            "void_rounds": self.void_rounds,
+            "failures": self.failures,
             "metrics": scored[-1] if scored else None,
             "epsilon": privacy["max_epsilon"],
             "upload_numbers": last["upload_numbers"] // nodes,

@@ -130,15 +130,11 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
         directory.write_privacy(config, plans, spending)
     if result.arrays is None:
         raise Refusal("rounds", "no round was run")
+    if len(directory.void_rounds) == len(schedule.rounds):
+        reasons = [f"{f['node']}: {f['reason']}" for f in directory.failures]
+        raise Refusal("void", f"every round was void; last reason: {(reasons or ['no reply'])[-1]}")
     values = {**initial, **method.model_values(from_record(result.arrays))}
-    summary = directory.finish(config, run_id, plans, spending, values)
-    if len(summary["void_rounds"]) == summary["rounds"]:
-        raise Refusal("void", f"every round was void; last reason: {_last_reason(summary)}")
-
-
-def _last_reason(summary: Mapping[str, list[dict[str, str]]]) -> str:
-    failures = summary["failures"]
-    return f"{failures[-1]['node']}: {failures[-1]['reason']}" if failures else "no reply"
+    directory.finish(config, run_id, plans, spending, values)
 
 
 def discover(grid: Grid, config: Config, run_id: str, store: str) -> dict[str, tuple[int, Description]]:

@@ -183,16 +183,15 @@ class RoundStrategy(Strategy):
         """
         state = from_record(initial_arrays)
         result = Result(arrays=initial_arrays)
-        warm = [r.phases != self.phases for r in self.run.schedule.rounds]
-        for position, plan in enumerate(self.run.schedule.rounds):
-            if position and warm[position - 1] and not warm[position]:
+        for plan in self.run.schedule.rounds:
+            if self.run.schedule.warmup_rounds and plan.number == self.run.schedule.warmup_rounds + 1:
                 state = self.finish_warmup(state)
             started = time.monotonic()
             next_state, exchanges, traffic = self._round(grid, plan, state, timeout)
             void = next_state is None
             state = state if next_state is None else next_state
             metrics = None
-            if evaluate_fn is not None and self._scores(position):
+            if evaluate_fn is not None and self._is_scored(plan):
                 metrics = evaluate_fn(plan.number, to_record(self.model_values(state)))
             if metrics is not None:
                 result.evaluate_metrics_serverapp[plan.number] = metrics
@@ -201,12 +200,11 @@ class RoundStrategy(Strategy):
         result.arrays = to_record(state)
         return result
 
-    def _scores(self, position: int) -> bool:
-        """Whether the round at `position` of the schedule is followed by a score."""
-        rounds = self.run.schedule.rounds
-        warmup = sum(r.phases != self.phases for r in rounds)
-        trained = position + 1 - warmup
-        return trained > 0 and (trained % self.config.evaluate_every == 0 or position + 1 == len(rounds))
+    def _is_scored(self, plan: Round) -> bool:
+        """Whether a round is followed by a score: every few training rounds, and the last one."""
+        trained = plan.number - self.run.schedule.warmup_rounds
+        last = plan.number == len(self.run.schedule.rounds)
+        return trained > 0 and (trained % self.config.evaluate_every == 0 or last)
 
     def _round(
         self, grid: Grid, plan: Round, state: Arrays, timeout: float
