@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -31,13 +32,13 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
-        self._weight = 0.0
+        self._weights: list[float] = []
 
     def add(self, node: str, payload: Payload, weight: float) -> None:
         """Add one reply with a positive weight."""
         if not weight > 0:
             raise ValueError(f"weight {weight} of {node} is not positive")
-        self._weight += weight
+        self._weights.append(weight)
         for part, arrays in (("adapter", payload.adapter), ("head", payload.head)):
             for name, value in arrays.items():
                 term = value.double() * weight
@@ -50,6 +51,7 @@ class WeightedMean:
     def mean(self) -> Payload:
         """Return the weighted mean as float32 arrays."""
         parts: dict[str, Arrays] = {"adapter": {}, "head": {}}
+        total = math.fsum(self._weights)
         for (part, name), (high, low) in self._sums.items():
-            parts[part][name] = ((high + low) / self._weight).float()
+            parts[part][name] = ((high + low) / total).float()
         return Payload(**parts)

@@ -112,7 +112,8 @@ class RoundStrategy(Strategy):
     def __init__(self, config: Config) -> None:
         self.config = config
         self._run: Run | None = None
-        self._informed: set[str] = set()
+        self._met: set[str] = set()
+        self._informed: set[tuple[str, str]] = set()
 
     # --- hooks -----------------------------------------------------------------------------------
 
@@ -145,7 +146,8 @@ class RoundStrategy(Strategy):
     def bind(self, run: Run) -> None:
         """Give the strategy its run; needed once, before :meth:`start`."""
         self._run = run
-        self._informed = set()
+        self._met = set()  # nodes that have answered
+        self._informed = set()  # (phase, node) that have had the phase's one-off material
 
     @property
     def run(self) -> Run:
@@ -258,7 +260,8 @@ class RoundStrategy(Strategy):
                 exchange.failed.append(Failed(request.node, outcome.kind, outcome.reason))
             else:
                 exchange.replied.append(request.node)
-                self._informed.add(request.node)
+                self._met.add(request.node)
+                self._informed.add((phase, request.node))
                 merger.add(request.node, outcome.payload, self.weight(outcome))
                 _count(traffic, request.node, "upload", outcome.payload)
                 exchange.losses.append((outcome.train_loss, outcome.examples))
@@ -274,8 +277,10 @@ class RoundStrategy(Strategy):
                 reason=outcome.reason if isinstance(outcome, Failed) else None,
             )
 
-        send(self._request(plan, phase, node, state, node not in self._informed) for node in nodes)
-        while pending and time.monotonic() - started < timeout:
+        send(self._request(plan, phase, n, state, (phase, n) not in self._informed) for n in nodes)
+        late = False
+        while pending and not late:
+            late = time.monotonic() - started >= timeout  # replies that are there by then still count
             answers = list(grid.pull_messages(list(pending)))
             for message in answers:
                 request = pending.pop(message.metadata.reply_to_message_id, None)
@@ -287,7 +292,7 @@ class RoundStrategy(Strategy):
                     send([self._request(plan, phase, request.node, state, True)])
                 else:
                     settle(request, outcome)
-            if pending and not answers:
+            if pending and not answers and not late:
                 time.sleep(0.1)
         for request in pending.values():
             settle(request, Failed(request.node, "timeout", f"no reply within {timeout:g} s"))
@@ -337,7 +342,7 @@ class RoundStrategy(Strategy):
                 raise Refusal("zero-rows", "the node trained on no rows")
             if reply.examples != plan.examples or reply.steps > plan.steps_per_round:
                 raise Refusal("plan", "the node's rows or steps are not the planned ones")
-            if FIRST_CONTACT in reply.flags and request.node in self._informed:
+            if FIRST_CONTACT in reply.flags and request.node in self._met:
                 self._lost_store(request.node)
             adapter, head = self.upload_shapes(request.phase)
             check_arrays(reply.payload.adapter, adapter, "adapter")

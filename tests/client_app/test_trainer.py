@@ -200,7 +200,7 @@ def test_plain_training_follows_its_seed_and_not_the_micro_batch(settings: list[
         model = build_model(config)
         names = [*model.spec.lora, *model.spec.head]
         trainer(config, model, rows()).train_plain(Factors(model, names), 5, seed)
-        results.append(flatten(model.read(names), {n: () for n in names}))
+        results.append(flatten(model.read(names), dict.fromkeys(names, ())))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
     assert not torch.allclose(results[1], results[2], rtol=1e-3)
 
