@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,11 +32,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
 
 from privet.config import Config, ModelConfig
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
 from privet.seeding import child_generator, child_seed
+
+transformers_logging.disable_progress_bar()
 
 ADAPTER = "default"
 Shapes = dict[str, tuple[int, ...]]
@@ -274,9 +278,20 @@ def model_config(model: ModelConfig, labels: int) -> Any:
                 f"model.architecture = {model.architecture} is not allowed: model_type of transformers"
             ) from None
     else:
-        config = AutoConfig.from_pretrained(_location(model), revision=model.revision or "main")
+        with _loading(model.path):
+            config = AutoConfig.from_pretrained(_location(model), revision=model.revision or "main")
     config.num_labels = labels
     return config
+
+
+@contextmanager
+def _loading(path: str | None) -> Iterator[None]:
+    """Turn what the loaders raise into one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split(". ")[0].split())[:200]
+        raise ConfigError(f"'{path}' of the model cannot be loaded: {reason}") from None
 
 
 def _location(model: ModelConfig) -> str:
@@ -357,13 +372,14 @@ def _bare_module(
     if random:
         backbone = auto.from_config(transformers_config)
     else:
-        backbone = auto.from_pretrained(
-            _location(model),
-            revision=model.revision or "main",
-            config=transformers_config,
-            dtype=dtype or torch.float32,
-            use_safetensors=True,
-        )
+        with _loading(model.path):
+            backbone = auto.from_pretrained(
+                _location(model),
+                revision=model.revision or "main",
+                config=transformers_config,
+                dtype=dtype or torch.float32,
+                use_safetensors=True,
+            )
     if task.pooling == "mean":
         return MeanPooledClassifier(backbone, len(task.labels))
     return ModelClassifier(backbone)
@@ -417,6 +433,9 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in module.backbone.modules()),
     )
     inject_adapter_in_model(lora, module.backbone, adapter_name=ADAPTER)
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:  # clipping, noise and updates are float32 also on a bfloat16 base
+            parameter.data = parameter.data.float()
     for head in module.head_modules().values():
         head.float()
     module.to(device)
@@ -449,7 +468,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if path is None:
         raise ConfigError("model.tokenizer is missing: random weights need a tokenizer")
     location = str(resolve_path(path)) if path.startswith("package:") else path
-    tokenizer = AutoTokenizer.from_pretrained(location, revision=model.revision or "main")
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(location, revision=model.revision or "main")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)

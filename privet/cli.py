@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     run_config: dict[str, str | int] = {
         "run-dir": str(run_dir),
-        "overrides": shlex.join(_absolute_paths(arguments.overrides, config)),
+        "overrides": shlex.join([*arguments.overrides, *_absolute_paths(config)]),
     }
     with Progress(run_dir / EVENTS_FILE) as progress:
         outcome = launch(
@@ -138,23 +138,20 @@ def _new_run_dir(runs: Path | None, name: str | None, config: Config) -> Path:
     raise PrivetError(f"{base / stem} exists 100 times: name this run with --name")
 
 
-def _absolute_paths(overrides: Sequence[str], config: Config) -> list[str]:
-    """Make local paths absolute: the processes of a run do not start in the user's folder."""
-    values = {
-        "task.path": config.task.path,
-        "task.test_path": config.task.test_path,
-        "model.path": config.model.path,
-        "model.tokenizer": config.model.tokenizer,
-    }
-    out = []
-    for text in overrides:
-        key, _, _ = text.partition("=")
-        value = values.get(key)
-        local = value is not None and not value.startswith("package:")
-        if local and (key.startswith("task.") or Path(str(value)).expanduser().exists()):
-            text = f"{key}='{Path(str(value)).expanduser().resolve()}'"
-        out.append(text)
-    return out
+def _absolute_paths(config: Config) -> list[str]:
+    """Return overrides that make local paths absolute: a run's processes do not start in the user's folder.
+
+    Data paths are always local; a model's path is, where such a folder exists, and else a hub name.
+    """
+    data = {"task.path": config.task.path, "task.test_path": config.task.test_path}
+    model = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    local = {k: v for k, v in data.items() if v is not None}
+    local |= {k: v for k, v in model.items() if v is not None and Path(v).expanduser().exists()}
+    return [
+        f"{key}='{Path(value).expanduser().resolve()}'"
+        for key, value in local.items()
+        if not value.startswith("package:")
+    ]
 
 
 # --- check ---------------------------------------------------------------------------------------

@@ -78,7 +78,13 @@ def test_a_run_that_cannot_work_fails_at_once_in_one_line(tmp_path: Path) -> Non
 
 def flwr(*arguments: str, env: dict[str, str]) -> str:
     done = subprocess.run(
-        [BIN / "flwr", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        [BIN / "flwr", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
