@@ -252,7 +252,7 @@ class Config:
         method = raw.get("method")
         if not isinstance(method, Mapping) or "_target_" not in method:
             raise ConfigError("method is missing: name one, for example method=fedhsip")
-        rest = {k: v for k, v in method.items() if k not in ("_target_", "name", "lr")}
+        rest = {k: v for k, v in method.items() if k not in ("_target_", "name", "tuned")}
         raw["method"] = {"name": method.get("name"), "target": method["_target_"], "params": rest}
         return parse(cls, raw, "")
 

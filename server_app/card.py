@@ -83,10 +83,14 @@ def _privacy_lines(config: Config, privacy: dict[str, Any]) -> list[str]:
 
 
 def _usage(config: Config) -> str:
-    base = config.model.path or "BASE"
-    if config.task.pooling == "model":
-        names = "AutoModelForSequenceClassification, AutoTokenizer"
-        body = _OWN_HEAD.format(base=base, labels=len(config.task.labels))
-        return f"from peft import PeftModel\nfrom transformers import {names}\n{body}"
-    head = "from peft import PeftModel\nfrom safetensors.torch import load_file\n"
-    return head + f"from transformers import AutoModel, AutoTokenizer\n{_MEAN_HEAD.format(base=base)}"
+    """Return the lines that load the adapter in plain transformers; a test runs them."""
+    body = _OWN_HEAD.replace("LABELS", str(len(config.task.labels)))
+    if config.task.pooling == "mean":
+        body = _MEAN_HEAD
+    path = config.model.path or "FOLDER OF THE BASE MODEL"
+    if path.startswith("package:"):
+        module, _, folder = path.removeprefix("package:").partition("/")
+        first = f'from importlib.resources import files\n\nbase = str(files("{module}") / "{folder}")'
+    else:
+        first = f'base = "{path}"'
+    return f'{first}\nadapter = "adapter"  # this folder\n{body.strip()}'

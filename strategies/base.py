@@ -66,7 +66,7 @@ class LoraStrategy(RoundStrategy):
     Attributes
     ----------
     Params : type
-        Frozen dataclass of the method's own settings (``conf/method/<name>.yaml`` without name and lr).
+        Frozen dataclass of the method's own settings (``conf/method/<name>.yaml`` without name and tuned).
     phases : tuple of str
         Message exchanges of one round, in order.
     warmup_phases : tuple of str

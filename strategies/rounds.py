@@ -7,6 +7,7 @@ own loop sends one message a round and cannot resume; everything else here is Fl
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,7 +90,7 @@ class Exchange:
     replied: list[str] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     seconds: float = 0.0
-    losses: list[tuple[float, float]] = field(default_factory=list)
+    shown: list[tuple[float, float, int]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         """Return the entry for ``rounds.jsonl``."""
@@ -264,7 +265,7 @@ class RoundStrategy(Strategy):
                 self._informed.add((phase, request.node))
                 merger.add(request.node, outcome.payload, self.weight(outcome))
                 _count(traffic, request.node, "upload", outcome.payload)
-                exchange.losses.append((outcome.train_loss, outcome.examples))
+                exchange.shown.append((outcome.train_loss, outcome.grad_norm, outcome.examples))
             self._charge(plan, phase, request, outcome)
             recorder.event(
                 "reply",
@@ -389,12 +390,11 @@ class RoundStrategy(Strategy):
     ) -> None:
         """Write the round's line and tell who watches."""
         scores = None if metrics is None else dict(metrics)
-        known = [(loss, n) for loss, n in exchanges[-1].losses if loss == loss]
-        total = sum(n for _, n in known)
         record = {
             "round": plan.number,
             "phases": [e.summary() for e in exchanges],
-            "train_loss": sum(loss * n for loss, n in known) / total if known and total else None,
+            "train_loss": _mean([(loss, n) for loss, _, n in exchanges[-1].shown]),
+            "grad_norm": _mean([(norm, n) for _, norm, n in exchanges[-1].shown]),
             "eval": scores,
             **{
                 f"{way}_{what}": sum(t[way][what]["adapter"] for t in traffic.values() if way in t)
@@ -461,6 +461,13 @@ def from_record(record: ArrayRecord) -> Arrays:
     import torch
 
     return {n: torch.from_numpy(a.numpy().copy()) for n, a in record.items()}
+
+
+def _mean(values: Sequence[tuple[float, int]]) -> float | None:
+    """Weighted mean of the values that were released; None under DP, where none is."""
+    known = [(v, n) for v, n in values if not math.isnan(v)]
+    total = sum(n for _, n in known)
+    return sum(v * n for v, n in known) / total if total else None
 
 
 def _count(traffic: dict[str, dict[str, Any]], node: str, way: str, payload: Payload) -> None:

@@ -76,7 +76,9 @@ def settings(table: Path) -> list[str]:
         "evaluate_every=1",
         "train.local_steps=2",
         "train.batch_size=16",
+        "train.optimizer=sgd",
         "train.lr=0.5",
+        "train.head_lr=null",
     ]
 
 

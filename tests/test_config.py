@@ -76,10 +76,11 @@ def test_bare_words_and_types() -> None:
     assert isinstance(config.privacy.epsilon, float)
 
 
-def test_lr_is_the_methods_own_until_it_is_set() -> None:
-    assert compose(["method.lr.dp=3"]).train.lr == 3
-    assert compose(["privacy=none", "method.lr.none=4"]).train.lr == 4
+def test_lr_and_optimizer_are_the_methods_own_until_they_are_set() -> None:
+    assert compose(["method.tuned.dp.lr=3"]).train.lr == 3
+    assert compose(["privacy=none", "method.tuned.none.lr=4"]).train.lr == 4
     assert compose(["train.lr=0.5"]).train.lr == 0.5
+    assert [compose([f"privacy={p}"]).train.optimizer for p in ("dp", "none")] == ["sgd", "adamw"]
 
 
 def test_json_round_trip_keeps_everything_and_the_hash_sees_every_change() -> None:

@@ -101,11 +101,11 @@ def test_describe_says_who_and_how_many(ask: Callable[..., Request]) -> None:
     assert description.code_hash == code_hash()
 
 
-def test_a_phase_is_charged_before_it_is_answered(ask: Callable[..., Request]) -> None:
+def test_a_phase_is_charged_before_it_is_answered(ask: Callable[..., Request], config: Config) -> None:
     request = ask()
     reply = trained(request)
     (entry,) = ledger(request).entries
-    assert (entry.steps, entry.q, entry.sigma, entry.clip) == (2, 16 / ROWS, request.sigma, 0.3)
+    assert (entry.steps, entry.q, entry.sigma, entry.clip) == (2, 16 / ROWS, request.sigma, config.privacy.clip)
     assert (reply.steps, reply.q, reply.sigma, reply.examples) == (2, 16 / ROWS, request.sigma, ROWS)
     assert entry.request == request.fingerprint
 
