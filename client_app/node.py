@@ -12,7 +12,7 @@ import json
 import logging
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -183,7 +183,7 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
         with NodeStore(node.root(request.store), node.name) as store:
             known = store.load_reply(request.fingerprint)
             if known is None:
-                known = _Phase(node, request, config, store).run(on_charge)
+                known = _Phase(node, request, config, store, on_charge).run()
             else:
                 _commit_kept(store, known[1])
         return pack_reply(_reply_from(known))
@@ -216,16 +216,24 @@ def _checked_config(request: Request) -> Config:
 class _Phase:
     """One phase on one node; a Session for the method's client half."""
 
-    def __init__(self, node: NodeConfig, request: Request, config: Config, store: NodeStore) -> None:
+    def __init__(
+        self,
+        node: NodeConfig,
+        request: Request,
+        config: Config,
+        store: NodeStore,
+        on_charge: Callable[[], None],
+    ) -> None:
         self._node = node
         self._request = request
         self._config = config
         self._store = store
+        self._on_charge = on_charge
         self._kept: dict[str, str] = {}
         self._flags: list[str] = []
         self._diagnostics: Diagnostics | None = None
 
-    def run(self, on_charge: Any) -> tuple[dict[str, Arrays], dict[str, Any]]:
+    def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Check, charge, train, store; return what :func:`_reply_from` reads."""
         request, config = self._request, self._config
         self._refuse_seeded()
@@ -241,11 +249,10 @@ class _Phase:
             raise Refusal("zero-rows", "this node has no rows")
         self._freeze(snapshot(examples), declared)
 
-        self._on_charge = on_charge
         self._steps = config.train.steps(declared)
         self._q = sampling_rate(config.train.batch_size, declared)
         self._declared = declared
-        self._method_releases = method.releases.get(request.phase)
+        self._release = method.releases.get(request.phase)
         self._check_sigma()
         device = pick_device(config.train.device)
         torch.set_num_threads(config.train.threads)
@@ -262,21 +269,21 @@ class _Phase:
 
     # --- Session ---------------------------------------------------------------------------------
 
-    def train(self, trainables: Trainables) -> None:
+    def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
         """Charge, then take the local steps."""
         if self._diagnostics is not None:
             raise Refusal("phase", "a phase trains once")
         if not self._config.privacy.private:
             path = ("batches", self._request.round, self._request.phase, self._node.name)
             order = child_seed(self._config.seed, *path)
-            self._diagnostics = self._trainer.train_plain(trainables, self._steps, order)
+            self._diagnostics = self._trainer.train_plain(trainables, self._steps, order, lr=lr)
             return
         self._charge()
         seeded = self._config.privacy.randomness == "seeded"
         seed = child_seed(self._config.seed, "noise", self._request.fingerprint) if seeded else None
         randomness = make_randomness(self._config.privacy.randomness, seed)
         noise = Noise(self._q, self._request.sigma, randomness)
-        self._diagnostics = self._trainer.train_private(trainables, self._steps, noise)
+        self._diagnostics = self._trainer.train_private(trainables, self._steps, noise, lr=lr)
 
     def recall(self, name: str) -> Arrays | None:
         """Return arrays that this node kept in an earlier phase of this run."""
@@ -351,7 +358,7 @@ class _Phase:
         assert privacy.delta is not None
         assert privacy.epsilon is not None
         assert privacy.clip is not None
-        if self._method_releases != "dp-sgd":
+        if self._release != "dp-sgd":
             raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         entry = Entry(
             run=request.run,

@@ -73,7 +73,9 @@ class Trainer:
         self._privacy = privacy
         self._micro = train.micro_batch
 
-    def train_private(self, trainables: Trainables, steps: int, noise: Noise) -> Diagnostics:
+    def train_private(
+        self, trainables: Trainables, steps: int, noise: Noise, *, lr: float | None = None
+    ) -> Diagnostics:
         """Take `steps` steps of DP-SGD (Abadi et al. 2016) with Poisson sampling.
 
         A draw may be empty: the step is then noise alone, and counts. The divisor is the expected batch.
@@ -84,7 +86,7 @@ class Trainer:
         losses: list[float] = []
         drawn: list[int] = []
         nonfinite = 0
-        optimizer = self._optimizer(trainables)
+        optimizer = self._optimizer(trainables, lr or self._train.lr)
         with self._training(trainables):
             engine = self._engine(trainables, self._privacy.clip)
             with engine.attached():
@@ -113,12 +115,14 @@ class Trainer:
             drawn=tuple(drawn),
         )
 
-    def train_plain(self, trainables: Trainables, steps: int, seed: int) -> Diagnostics:
+    def train_plain(
+        self, trainables: Trainables, steps: int, seed: int, *, lr: float | None = None
+    ) -> Diagnostics:
         """Take `steps` ordinary steps on seeded batches without replacement; equal for equal seeds."""
         losses: list[float] = []
         drawn: list[int] = []
         norms: list[float] = []
-        optimizer = self._optimizer(trainables)
+        optimizer = self._optimizer(trainables, lr or self._train.lr)
         with self._training(trainables), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for rows in shuffled_batches(len(self._rows), self._train.batch_size, steps, seed):
@@ -214,11 +218,11 @@ class Trainer:
             projection=ProjectedParameters(rule.slots, rule.coefficients, rule.d, order),
         )
 
-    def _optimizer(self, trainables: Trainables) -> torch.optim.Optimizer:
+    def _optimizer(self, trainables: Trainables, lr: float) -> torch.optim.Optimizer:
         """Return a fresh optimiser: no state passes from round to round or from client to client."""
         train, head = self._train, self._model.spec.head
         groups: list[dict[str, Any]] = [
-            {"params": [p for n, p in trainables.leaves.items() if n not in head], "lr": train.lr},
+            {"params": [p for n, p in trainables.leaves.items() if n not in head], "lr": lr},
             {
                 "params": [p for n, p in trainables.leaves.items() if n in head],
                 "lr": train.head_lr or train.lr,

@@ -7,7 +7,6 @@ PEFT holds the factors; names on the wire, in stores and in the exported adapter
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -34,7 +33,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from privet.config import Config, ModelConfig
+from privet.config import Config, ModelConfig, unknown
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
 from privet.seeding import child_generator, child_seed
@@ -200,7 +199,7 @@ class AdaptedModel:
         ValueError
             For an unknown name or a wrong shape; the model is then unchanged.
         """
-        check_shapes(values, {**self.spec.lora, **self.spec.head}, exact=False)
+        _check_shapes(values, {**self.spec.lora, **self.spec.head})
         for name, parameter in self._parameters.items():
             value = values.get(name, self._initial[name])
             parameter.copy_(value.to(parameter.device, parameter.dtype))
@@ -212,10 +211,8 @@ class AdaptedModel:
         return {n: self._parameters[n].detach().to("cpu", torch.float32, copy=True) for n in names}
 
 
-def check_shapes(
-    values: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, exact: bool = True
-) -> None:
-    """Raise ValueError unless names (all of them if `exact`) and shapes are as expected."""
+def _check_shapes(values: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for an unknown name or a wrong shape."""
     for name, value in values.items():
         if name not in expected:
             raise ValueError(f"unexpected array '{name}'")
@@ -223,10 +220,6 @@ def check_shapes(
             raise ValueError(
                 f"array '{name}' has shape {tuple(value.shape)}, expected {tuple(expected[name])}"
             )
-    if exact:
-        for name in expected:
-            if name not in values:
-                raise ValueError(f"array '{name}' is missing")
 
 
 def initial_tensors(spec: AdapterSpec, seed: int, head: str) -> dict[str, Tensor]:
@@ -271,17 +264,25 @@ def model_config(model: ModelConfig, labels: int) -> Any:
     """Return the transformers configuration; reads a config file at most."""
     if model.architecture is not None:
         values = dict(model.architecture)
-        try:
+        with _building(model):
             config = AutoConfig.for_model(values.pop("model_type"), **values)
-        except (KeyError, ValueError):
-            raise ConfigError(
-                f"model.architecture = {model.architecture} is not allowed: model_type of transformers"
-            ) from None
     else:
         with _loading(model.path):
             config = AutoConfig.from_pretrained(_location(model), revision=model.revision or "main")
     config.num_labels = labels
     return config
+
+
+@contextmanager
+def _building(model: ModelConfig) -> Iterator[None]:
+    """Turn whatever a model class raises for impossible sizes into one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.architecture = {model.architecture} cannot be built: {type(error).__name__}: {reason}"
+        ) from None
 
 
 @contextmanager
@@ -299,7 +300,17 @@ def _location(model: ModelConfig) -> str:
         raise ConfigError(
             "model.path is missing: a hub name, a folder, or model.architecture for random weights"
         )
-    return str(resolve_path(model.path)) if model.path.startswith("package:") else model.path
+    return _place(model.path)
+
+
+def _place(path: str) -> str:
+    """Return a folder on this machine, or the hub name as it is."""
+    if not path.startswith(("package:", "~", "/", ".")):
+        return path
+    folder = resolve_path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder '{path}' with a model")
+    return str(folder)
 
 
 @lru_cache(maxsize=8)
@@ -355,11 +366,7 @@ def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
     leaves = sorted({n.rpartition(".")[2] for n in linears})
     for target in model.lora.targets:
         if target not in matched:
-            near = difflib.get_close_matches(target, leaves, n=1, cutoff=0.5)
-            hint = f" - did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(
-                f"model.lora.targets: '{target}' matches no linear layer{hint} (allowed: {', '.join(leaves)})"
-            )
+            raise ConfigError(unknown("target module", target, leaves) + ", set by model.lora.targets")
     if not model.lora.targets:
         raise ConfigError(f"model.lora.targets = [] is not allowed: at least one of {', '.join(leaves)}")
 
@@ -370,7 +377,8 @@ def _bare_module(
     model, task = config.model, config.task
     auto = AutoModel if task.pooling == "mean" else AutoModelForSequenceClassification
     if random:
-        backbone = auto.from_config(transformers_config)
+        with _building(model):
+            backbone = auto.from_config(transformers_config)
     else:
         with _loading(model.path):
             backbone = auto.from_pretrained(
@@ -442,11 +450,36 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
     return AdaptedModel(module, spec, config.seed, config.task.head)
 
 
+def check_model(config: Config) -> None:
+    """Check what can be checked of a model without loading its weights.
+
+    Raises
+    ------
+    ConfigError
+        For a missing tokenizer, texts longer than the model's positions, or weights with another hash.
+    """
+    model = config.model
+    load_tokenizer(model)
+    limit = getattr(model_config(model, len(config.task.labels)), "max_position_embeddings", None)
+    if isinstance(limit, int) and model.max_length > limit:
+        raise ConfigError(
+            f"model.max_length = {model.max_length} is not allowed: the model has {limit} positions"
+        )
+    if model.architecture is None:
+        _check_weights(model)
+    elif model.sha256 is not None:
+        raise ConfigError(
+            "model.sha256 has no effect with model.architecture: random weights come from the seed"
+        )
+
+
 def _check_weights(model: ModelConfig) -> None:
     """Compare the weights file with the pinned hash before any of it is used."""
     if model.sha256 is None:
         return
     folder = Path(_location(model))
+    if not folder.is_dir():
+        raise ConfigError("model.sha256 needs a local folder or package: pin a hub model by model.revision")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.sha256 is set but {model.path} holds no .safetensors file")
@@ -467,9 +500,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = model.tokenizer or model.path
     if path is None:
         raise ConfigError("model.tokenizer is missing: random weights need a tokenizer")
-    location = str(resolve_path(path)) if path.startswith("package:") else path
     with _loading(path):
-        tokenizer = AutoTokenizer.from_pretrained(location, revision=model.revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(_place(path), revision=model.revision or "main")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)
@@ -482,17 +514,18 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapter so that ``PeftModel.from_pretrained(base, folder)`` loads it.
 
     With ``pooling=model`` the head is inside (PEFT's ``modules_to_save``); with ``pooling=mean`` transformers
-    has no such head, so it lies beside the adapter as ``head.safetensors``.
+    has no such head, so it lies beside the adapter as ``head.safetensors``. Local heads are on the nodes only.
     """
     spec = adapter_spec(config)
-    own_head = config.task.pooling == "model"
+    local = config.task.head == "local"  # trained on the nodes, where it stays
+    own_head = config.task.pooling == "model" and not local
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "base_model.model."
     tensors = {prefix + n: values[n].contiguous() for n in spec.lora}
-    head = {n: values[n].contiguous() for n in spec.head}
+    head = {} if local else {n: values[n].contiguous() for n in spec.head}
     if own_head:
         tensors |= {prefix + n: v for n, v in head.items()}
-    else:
+    elif head:
         save_file(head, str(folder / "head.safetensors"))
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
     lora = config.model.lora

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from privet.config import CONF_DIR, Config, compose
+from privet.config import CONF_DIR, Config, compose, quoted
 from privet.errors import PrivetError
 
 APP_DIR = CONF_DIR.parent
@@ -25,7 +26,12 @@ APP_DIR = CONF_DIR.parent
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code (0 done, 1 failed, 2 wrong input, 130 interrupted)."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, extra = parser.parse_known_args(argv)
+    # argparse ends a list of settings at the first option; settings after it are settings all the same.
+    if any(e.startswith("-") for e in extra) or (extra and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        arguments.overrides = [*arguments.overrides, *extra]
     try:
         return int(arguments.handler(arguments))
     except PrivetError as error:
@@ -35,6 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("PRIVET_TRACEBACK"):
+            raise
+        text = " ".join(str(error).split())[:300]
+        print(f"privet: {type(error).__name__}: {text} (PRIVET_TRACEBACK=1 shows where)", file=sys.stderr)
         return 1
 
 
@@ -79,6 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
     """Train through Flower's own `flwr run`, on a SuperLink of its own, and wait for the end."""
     if arguments.dry_run:
         return _check(arguments)
+    if arguments.json:
+        raise PrivetError("--json goes with --dry-run: a run shows its progress, its results are JSON files")
     config = compose(arguments.overrides)
     _quiet_libraries()
     from server_app.plan import make_plan
@@ -120,6 +134,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _new_run_dir(runs: Path | None, name: str | None, config: Config) -> Path:
     """Make a fresh folder; a run never writes into another run's."""
     base = (runs or Path("runs")).expanduser().resolve()
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise PrivetError(f"--name {name} is not allowed: letters, digits, '.', '_' and '-'")
     budget = f"eps{config.privacy.epsilon:g}" if config.privacy.epsilon is not None else "nonprivate"
     stem = name or time.strftime(
         f"%Y%m%d-%H%M%S-{config.method.name}-{config.task.name}-{budget}-s{config.seed}"
@@ -148,7 +164,7 @@ def _absolute_paths(config: Config) -> list[str]:
     local = {k: v for k, v in data.items() if v is not None}
     local |= {k: v for k, v in model.items() if v is not None and Path(v).expanduser().exists()}
     return [
-        f"{key}='{Path(value).expanduser().resolve()}'"
+        quoted(key, str(Path(value).expanduser().resolve()))
         for key, value in local.items()
         if not value.startswith("package:")
     ]

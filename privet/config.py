@@ -214,6 +214,10 @@ class PrivacyConfig:
                 raise ConfigError(f"privacy.{name} = null is not allowed: privacy=dp needs a number")
             if not self.private and value is not None:
                 raise ConfigError(f"privacy.{name} = {value} has no effect with privacy=none: use privacy=dp")
+        for name, neutral in (("accountant", "rdp"), ("randomness", "secure"), ("diagnostics", False)):
+            value = getattr(self, name)
+            if not self.private and value != neutral:
+                raise ConfigError(f"privacy.{name} = {value} has no effect with privacy=none: use privacy=dp")
 
 
 @dataclass(frozen=True)
@@ -323,9 +327,13 @@ def parse(cls: type[T], raw: Any, path: str) -> T:
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> str:
     """One line for a name that does not exist, with the nearest match and what is allowed."""
     allowed = sorted(allowed)
-    near = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
-    hint = f" - did you mean '{near[0]}'?" if near else ""
-    return f"unknown {kind} '{value}'{hint} (allowed: {', '.join(allowed)})"
+    return f"unknown {kind} '{value}'{nearest(value, allowed)} (allowed: {', '.join(allowed)})"
+
+
+def nearest(value: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `` - did you mean 'x'?`` for the closest name, or nothing where none is close."""
+    near = difflib.get_close_matches(value, list(allowed), n=1, cutoff=cutoff)
+    return f" - did you mean '{near[0]}'?" if near else ""
 
 
 def _join(path: str, name: str) -> str:
@@ -349,11 +357,9 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return parse(typing.cast(type, hint), value, key)
     if origin is Literal:
         if value not in args or isinstance(value, bool):
-            near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
-            hint_text = f" - did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(
-                f"{key} = {value} is not allowed{hint_text} (allowed: {', '.join(str(a) for a in args)})"
-            )
+            choices = [str(a) for a in args]
+            hint = nearest(str(value), choices)
+            raise ConfigError(f"{key} = {value} is not allowed{hint} (allowed: {', '.join(choices)})")
         return value
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -401,13 +407,14 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     ConfigError
         One line with the value, what is allowed and, for names, the nearest match.
     """
+    import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    chosen, values = _check_overrides(overrides)
+    overrides, chosen, values = _check_overrides(overrides)
     try:
         with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
             plain = hydra_compose("config", overrides=[f"{g}={v}" for g, v in chosen.items()])
@@ -415,44 +422,75 @@ def compose(overrides: Sequence[str] = ()) -> Config:
             for key in values:
                 if key not in known:
                     raise ConfigError(unknown("key", key, _siblings(key, known)))
-            full = hydra_compose("config", overrides=list(overrides))
+            full = hydra_compose("config", overrides=overrides)
             raw = OmegaConf.to_container(full, resolve=True, throw_on_missing=False)
+    except yaml.YAMLError as err:
+        mark = getattr(err, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"one of the files {_files(chosen)} is not valid YAML{where}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"one of the files {_files(chosen)} is not UTF-8 text") from None
     except (HydraException, OmegaConfBaseException) as err:
-        raise ConfigError(" ".join(str(err).split())) from None
+        text = " ".join(str(err).split())
+        if "Could not override" in text:
+            text = text.partition(". To append")[0].partition(" To append")[0] + ": it takes no new keys here"
+        raise ConfigError(text) from None
     missing = [k for k, v in _leaves(raw) if v == "???"]
     if missing:
         raise ConfigError(f"{missing[0]} is missing: set it, for example {missing[0]}=VALUE")
     return Config.from_dict(typing.cast(dict[str, Any], raw))
 
 
-def _check_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the chosen group options and the dotted keys of all other overrides."""
+def quoted(key: str, value: str) -> str:
+    """Return the override ``key='value'`` for any text."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def _files(chosen: Mapping[str, str]) -> str:
+    return ", ".join(["conf/config.yaml", *(f"conf/{group}/{name}.yaml" for group, name in chosen.items())])
+
+
+def _check_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the overrides as Hydra reads them, the chosen group options, and the keys of all others.
+
+    A value that Hydra's grammar does not read as it stands (``~/rows.csv``, ``a(1).csv``) is quoted for it.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
+    readable: list[str] = []
     chosen: dict[str, str] = {}
     keys: list[str] = []
     for text in overrides:
+        name, equals, value = text.partition("=")
         try:
             override = parser.parse_override(text)
         except HydraException:
-            raise ConfigError(
-                f"'{text}' is not allowed: a setting reads key=value, for example train.lr=0.5"
-            ) from None
+            text = quoted(name, value)
+            try:
+                if not equals:
+                    raise
+                override = parser.parse_override(text)
+            except HydraException:
+                raise ConfigError(
+                    f"'{name}{equals}{value}' is not allowed: a setting reads key=value, for example train.lr=0.5"
+                ) from None
+        readable.append(text)
         key = override.key_or_group
         if override.type is None or override.type.name != "CHANGE" or override.package is not None:
             raise ConfigError(f"'{text}' is not allowed: every key exists already, write {key}=VALUE")
         if override.is_sweep_override():
             raise ConfigError(f"'{text}' is not allowed: one value a run (for a list write {key}=[a,b])")
         if key in GROUPS:
-            value = str(override.value())
-            if value not in options(key):
-                raise ConfigError(unknown(key, value, options(key)))
-            chosen[key] = value
+            option = str(override.value())
+            if option not in options(key):
+                raise ConfigError(unknown(key, option, options(key)))
+            chosen[key] = option
         else:
             keys.append(key)
-    return chosen, keys
+    return readable, chosen, keys
 
 
 def _dotted(node: Any, path: str = "") -> Iterator[str]:

@@ -58,13 +58,17 @@ class Projection:
         """The non-zero entry of each row of P, float32 (D,)."""
         return self.signs * self.counts.to(torch.float32).rsqrt()[self.slots]
 
+    def to(self, device: torch.device) -> Projection:
+        """Return the same rule on a device."""
+        return Projection(self.slots.to(device), self.signs.to(device), self.d)
+
     def expand(self, theta: Tensor) -> Tensor:
         """Return ``P theta`` (D,) of a vector (d,)."""
         return theta[self.slots] * self.coefficients.to(theta.dtype)
 
     def project(self, values: Tensor) -> Tensor:
         """Return ``P^T values`` (d,) of a vector (D,)."""
-        out = torch.zeros(self.d, dtype=values.dtype)
+        out = torch.zeros(self.d, dtype=values.dtype, device=values.device)
         return out.index_add_(0, self.slots, values * self.coefficients.to(values.dtype))
 
 

@@ -97,10 +97,8 @@ class Projected:
         self._model = model
         self._order = tuple(offset)
         self._shapes = {n: tuple(v.shape) for n, v in offset.items()}
-        self._rule = projection
+        self._rule = projection.to(model.device)
         self._offset = {n: v.to(model.device) for n, v in offset.items()}
-        self._slots = projection.slots.to(model.device)
-        self._coefficients = projection.coefficients.to(model.device)
         self.theta = nn.Parameter(theta.to(model.device, torch.float32, copy=True))
         self.model_names = (*self._order, *head)
         self.leaves = {THETA: self.theta, **{n: model.parameter(n) for n in head}}
@@ -120,12 +118,10 @@ class Projected:
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             grads.append(grad.flatten().float())
             parameter.grad = None
-        full = torch.cat(grads) * self._coefficients
-        self.theta.grad = torch.zeros_like(self.theta).index_add_(0, self._slots, full)
+        self.theta.grad = self._rule.project(torch.cat(grads))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Write ``offset + P theta`` into the model."""
-        full = self.theta[self._slots] * self._coefficients
-        for name, piece in unflatten(full, self._shapes).items():
+        for name, piece in unflatten(self._rule.expand(self.theta), self._shapes).items():
             self._model.parameter(name).copy_(self._offset[name] + piece)

@@ -133,8 +133,7 @@ def pack_request(request: Request) -> RecordDict:
 
 def pack_reply(reply: Reply) -> RecordDict:
     """Return the content of a reply message."""
-    content = _pack("reply", reply, metrics=("examples", "steps", "q", "sigma", "train_loss", "grad_norm"))
-    return content
+    return _pack("reply", reply, metrics=("examples", "steps", "q", "sigma", "train_loss", "grad_norm"))
 
 
 def pack_description(description: Description) -> RecordDict:

@@ -7,19 +7,34 @@ from typing import Any
 from privet.config import Config
 
 _MEAN_HEAD = """
-model = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "adapter").eval()
-head = load_file("adapter/head.safetensors")
-tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).eval()
+head = load_file(f"{adapter}/head.safetensors")
+tokens = AutoTokenizer.from_pretrained(tokenizer)("some text", return_tensors="pt")
 hidden = model(**tokens).last_hidden_state
 mask = tokens["attention_mask"].unsqueeze(-1)
 logits = (hidden * mask).sum(1) / mask.sum(1) @ head["head.weight"].T + head["head.bias"]
 """
 
 _OWN_HEAD = """
-base = AutoModelForSequenceClassification.from_pretrained("{base}", num_labels={labels})
-model = PeftModel.from_pretrained(base, "adapter").eval()
-tokens = AutoTokenizer.from_pretrained("{base}")("some text", return_tensors="pt")
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+base_model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=LABELS)
+model = PeftModel.from_pretrained(base_model, adapter).eval()
+tokens = AutoTokenizer.from_pretrained(tokenizer)("some text", return_tensors="pt")
 logits = model(**tokens).logits
+"""
+
+_NO_HEAD = """
+from peft import PeftModel
+from transformers import AutoModel
+
+# The heads were trained on the nodes and stay there (task.head=local); this is the shared encoder.
+model = PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).eval()
 """
 
 
@@ -44,6 +59,8 @@ def privacy_card(config: Config, summary: dict[str, Any], privacy: dict[str, Any
         *_privacy_lines(config, privacy),
         "",
         "## Use",
+        "",
+        "From the folder that holds `adapter/`:",
         "",
         "```python",
         *_usage(config).strip().splitlines(),
@@ -84,13 +101,26 @@ def _privacy_lines(config: Config, privacy: dict[str, Any]) -> list[str]:
 
 def _usage(config: Config) -> str:
     """Return the lines that load the adapter in plain transformers; a test runs them."""
-    body = _OWN_HEAD.replace("LABELS", str(len(config.task.labels)))
-    if config.task.pooling == "mean":
+    if config.task.head == "local":
+        body = _NO_HEAD
+    elif config.task.pooling == "mean":
         body = _MEAN_HEAD
-    path = config.model.path or "FOLDER OF THE BASE MODEL"
-    if path.startswith("package:"):
-        module, _, folder = path.removeprefix("package:").partition("/")
-        first = f'from importlib.resources import files\n\nbase = str(files("{module}") / "{folder}")'
     else:
-        first = f'base = "{path}"'
-    return f'{first}\nadapter = "adapter"  # this folder\n{body.strip()}'
+        body = _OWN_HEAD.replace("LABELS", str(len(config.task.labels)))
+    model = config.model
+    places = {
+        "base": model.path or "FOLDER OF THE BASE MODEL",
+        "tokenizer": model.tokenizer or model.path or "",
+    }
+    lines = ['adapter = "adapter"  # the folder of this file']
+    if any(p.startswith("package:") for p in places.values()):
+        lines = ["from importlib.resources import files", "", *lines]
+    return "\n".join([*lines, *(f"{n} = {_place(p)}" for n, p in places.items()), body.strip()])
+
+
+def _place(path: str) -> str:
+    """Return Python for a model's place."""
+    if not path.startswith("package:"):
+        return repr(path)
+    module, _, folder = path.removeprefix("package:").partition("/")
+    return f'str(files("{module}") / "{folder}")'

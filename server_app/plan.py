@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from privet.adapters import AdapterSpec, adapter_spec, count
+from privet.adapters import AdapterSpec, adapter_spec, check_model, count
 from privet.config import Config
 from privet.data.partition import declared_rows
-from privet.devices import resources_warning
+from privet.data.tasks import CLIENT, load_test
+from privet.devices import pick_device, resources_warning
 from privet.plan import NodePlan, plan_nodes, warnings
 from privet.schedule import Schedule, draw_schedule
 from strategies.base import LoraStrategy, load_method
@@ -91,24 +92,36 @@ def make_plan(config: Config) -> RunPlan:
     """
     spec = adapter_spec(config)
     method = load_method(config, spec)
+    check_model(config)
+    pick_device(config.train.device)
     notes = []
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     remark = resources_warning(config.train, config.federation.gpus_per_client, gpus)
     if remark:
         notes.append(remark)
     rows = {f"client-{i}": n for i, n in enumerate(declared_rows(config))}
-    taking_part = {n: r for n, r in rows.items() if r > 0}
+    if CLIENT in config.task.path:
+        load_test(
+            config.task
+        )  # one table was read just now; with a file each, nothing has looked at the test set
+    schedule, nodes = plan_rounds(config, method, {n: r for n, r in rows.items() if r > 0})
+    notes += [f"{n} has no rows and takes no part" for n, r in rows.items() if r < 1]
+    return RunPlan(config, spec, method, schedule, nodes, notes + warnings(config, nodes))
+
+
+def plan_rounds(
+    config: Config, method: LoraStrategy, declared: Mapping[str, int]
+) -> tuple[Schedule, dict[str, NodePlan]]:
+    """Draw the schedule of the nodes that have rows, and plan each of them."""
     schedule = draw_schedule(
-        list(taking_part),
+        list(declared),
         config.federation,
         config.seed,
         phases=method.phases,
         warmup_rounds=method.warmup_rounds,
         warmup_phases=method.warmup_phases,
     )
-    nodes = plan_nodes(config, schedule, taking_part)
-    notes += [f"{n} has no rows and takes no part" for n, r in rows.items() if r < 1]
-    return RunPlan(config, spec, method, schedule, nodes, notes + warnings(config, nodes))
+    return schedule, plan_nodes(config, schedule, declared)
 
 
 def round_numbers(method: LoraStrategy) -> tuple[int, int]:

@@ -8,21 +8,22 @@ whole, so that a killed run leaves readable files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 from privet.adapters import export
 from privet.atomic import write_atomic
 from privet.config import Config
+from privet.errors import ConfigError
 from privet.plan import NodePlan, warnings
 from privet.privacy.spending import Spending
-from privet.wire import PARTS, Arrays
+from privet.wire import PARTS, Arrays, Failed
 from server_app.card import privacy_card
 
 WAYS = ("upload", "download")
@@ -35,11 +36,19 @@ class RunDirectory:
     ----------
     path : Path
         The directory; made where it does not exist.
+
+    Raises
+    ------
+    ConfigError
+        If it holds a run already: two runs never share their files.
     """
 
     def __init__(self, path: Path) -> None:
+        if (path / "config.yaml").exists() or (path / "rounds.jsonl").exists():
+            raise ConfigError(f"run-dir = {path} holds a run already: name another")
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+        self._absent: list[dict[str, Any]] = []
         self._rounds: list[dict[str, Any]] = []
         self._traffic: list[dict[str, Any]] = []
         self._started = datetime.now(UTC)
@@ -52,8 +61,8 @@ class RunDirectory:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Every refused or missing reply so far: round, phase, node and reason."""
-        return [
+        """Every refused or missing reply so far: round (0: before the first), phase, node and reason."""
+        return self._absent + [
             {"round": r["round"], "phase": p["name"], **f}
             for r in self._rounds
             for p in r["phases"]
@@ -100,6 +109,13 @@ class RunDirectory:
                 old.unlink()
 
     # --- start and end ---------------------------------------------------------------------------
+
+    def exclude(self, absent: Sequence[Failed]) -> None:
+        """Record the nodes that cannot take part at all."""
+        for failed in absent:
+            reason = f"{failed.kind}: {failed.reason}"
+            self._absent.append({"round": 0, "phase": "describe", "node": failed.node, "reason": reason})
+            self.event("note", text=f"{failed.node or 'a node'} takes no part: {failed.reason}")
 
     def begin(self, config: Config, run_id: str) -> None:
         """Write the resolved configuration."""
@@ -211,11 +227,6 @@ class RunDirectory:
             for part in PARTS
         }
         _write_json(self.path / "communication.json", {"rounds": self._traffic, "totals": totals})
-
-
-def read_checkpoint(path: Path) -> Arrays:
-    """Read the state that :meth:`RunDirectory.checkpoint` wrote."""
-    return dict(load_file(str(path)))
 
 
 def _append(path: Path, value: dict[str, Any]) -> None:

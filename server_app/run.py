@@ -13,12 +13,12 @@ from flwr.serverapp import Grid
 
 from privet.adapters import adapter_spec, initial_tensors
 from privet.config import Config, compose, split_overrides
-from privet.errors import ConfigError, PrivetError, Refusal
-from privet.plan import plan_nodes, warnings
+from privet.errors import ConfigError, Refusal
+from privet.plan import warnings
 from privet.privacy.spending import Spending
-from privet.schedule import draw_schedule
 from privet.wire import (
     Description,
+    Failed,
     Request,
     code_hash,
     error_of,
@@ -26,7 +26,7 @@ from privet.wire import (
     unpack_description,
 )
 from server_app.evaluation import Evaluator
-from server_app.plan import plan_event
+from server_app.plan import plan_event, plan_rounds
 from server_app.results import RunDirectory
 from strategies.base import load_method
 from strategies.rounds import Run, from_record, to_record
@@ -84,24 +84,15 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
     method = load_method(config, spec)
     store = str(directory.path / "nodes")
 
-    found = discover(grid, config, run_id, store)
-    empty = sorted(n for n, (_, d) in found.items() if d.examples < 1)
-    for node in empty:
-        directory.event("note", text=f"{node} has no rows and takes no part")
-    taking_part = {n: d for n, (_, d) in found.items() if n not in empty}
-    if len(taking_part) < config.federation.min_replies:
+    found, absent = discover(grid, config, run_id, store)
+    directory.exclude(absent)
+    if len(found) < config.federation.min_replies:
+        reasons = [f"{f.node or 'a node'}: {f.reason}" for f in absent]
+        needed = config.federation.min_replies
         raise Refusal(
-            "nodes", f"{len(taking_part)} nodes have rows, {config.federation.min_replies} are needed"
+            "nodes", f"{len(found)} of {needed} needed nodes can take part; {(reasons or ['-'])[0]}"
         )
-    schedule = draw_schedule(
-        list(taking_part),
-        config.federation,
-        config.seed,
-        phases=method.phases,
-        warmup_rounds=method.warmup_rounds,
-        warmup_phases=method.warmup_phases,
-    )
-    plans = plan_nodes(config, schedule, {n: d.examples for n, d in taking_part.items()})
+    schedule, plans = plan_rounds(config, method, {n: d.examples for n, (_, d) in found.items()})
     for text in warnings(config, plans):
         directory.event("note", text=text)
     directory.event("plan", **plan_event(config, method, plans))
@@ -111,7 +102,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
             id=run_id,
             schedule=schedule,
             nodes=plans,
-            addresses={n: found[n][0] for n in taking_part},
+            addresses={n: address for n, (address, _) in found.items()},
             store=store,
             recorder=directory,
             spending=spending,
@@ -137,13 +128,22 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
     directory.finish(config, run_id, plans, spending, values)
 
 
-def discover(grid: Grid, config: Config, run_id: str, store: str) -> dict[str, tuple[int, Description]]:
-    """Wait for the nodes and ask each who it is; return Flower's node id and the description, by name.
+def discover(
+    grid: Grid, config: Config, run_id: str, store: str
+) -> tuple[dict[str, tuple[int, Description]], list[Failed]]:
+    """Wait for the nodes and ask each who it is.
+
+    Returns
+    -------
+    found : dict of str to (int, Description)
+        Flower's node id and the self-description of every node that can take part, by name.
+    absent : list of Failed
+        Why the others cannot: an error, silence, other code, no rows.
 
     Raises
     ------
     Refusal
-        If too few nodes connect or answer, two have one name, or one runs other code.
+        If too few nodes connect, or two have one name.
     """
     ids = _wait_for_nodes(grid, config.federation.clients)
     request = Request(
@@ -162,29 +162,39 @@ def discover(grid: Grid, config: Config, run_id: str, store: str) -> dict[str, t
         Message(pack_request(request), dst_node_id=i, message_type=f"{MessageType.QUERY}.describe")
         for i in ids
     ]
-    replies = list(grid.send_and_receive(messages, timeout=DESCRIBE_WAIT))
+    silent = set(ids)
     found: dict[str, tuple[int, Description]] = {}
-    problems: list[str] = []
-    for message in replies:
-        failed = error_of(message)
-        if failed is not None:
-            problems.append(f"{failed.node or 'a node'}: {failed.reason}")
-            continue
-        try:
-            description = unpack_description(message.content)
-            if description.code_hash != code_hash():
-                raise Refusal("code-hash", "it runs other code than the server")
-            if description.node in found:
-                raise Refusal("name", "two nodes have this name")
-        except PrivetError as error:
-            problems.append(f"{message.metadata.src_node_id}: {error}")
-            continue
-        found[description.node] = (message.metadata.src_node_id, description)
-    if len(replies) < len(ids):
-        problems.append(f"{len(ids) - len(replies)} nodes did not answer within {DESCRIBE_WAIT:g} s")
-    if problems:
-        raise Refusal("nodes", f"{len(problems)} of {len(ids)} nodes cannot take part: {problems[0]}")
-    return found
+    absent: list[Failed] = []
+    for message in grid.send_and_receive(messages, timeout=DESCRIBE_WAIT):
+        address = message.metadata.src_node_id
+        silent.discard(address)
+        answer = _description(message)
+        if isinstance(answer, Failed):
+            absent.append(answer)
+        elif answer.node in found:
+            raise Refusal("name", f"two nodes have this name: {answer.node}")
+        else:
+            found[answer.node] = (address, answer)
+    absent += [
+        Failed(f"node {i}", "timeout", f"no answer within {DESCRIBE_WAIT:g} s") for i in sorted(silent)
+    ]
+    return found, absent
+
+
+def _description(message: Message) -> Description | Failed:
+    """Return who a node says it is, or why it cannot take part."""
+    failed = error_of(message)
+    if failed is not None:
+        return failed
+    try:
+        description = unpack_description(message.content)
+    except Refusal as refusal:
+        return Failed(f"node {message.metadata.src_node_id}", refusal.kind, str(refusal))
+    if description.code_hash != code_hash():
+        return Failed(description.node, "code-hash", "the node runs other code than the server")
+    if description.examples < 1:
+        return Failed(description.node, "zero-rows", "the node has no rows")
+    return description
 
 
 def _wait_for_nodes(grid: Grid, wanted: int) -> list[int]:

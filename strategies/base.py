@@ -36,8 +36,11 @@ class Session(Protocol):
         """The node's model, at its initial values."""
         ...
 
-    def train(self, trainables: Trainables) -> None:
-        """Take the local steps of this phase, privately if the run is private; at most once a phase."""
+    def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
+        """Take the local steps of this phase, privately if the run is private; at most once a phase.
+
+        `lr` replaces ``train.lr`` for everything but the head.
+        """
         ...
 
     def recall(self, name: str) -> Arrays | None:

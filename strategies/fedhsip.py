@@ -37,7 +37,7 @@ from strategies.base import LoraStrategy, Session
 from strategies.merging import Merger, WeightedMean
 from strategies.rounds import NEEDS_ONCE
 
-_DELTA, _SUM, _SQUARE = "delta/", "warmup-sum/", "warmup-square/"
+_DELTA, _SUM, _SQUARE, _COUNT = "delta/", "warmup-sum/", "warmup-square/", "warmup-count/"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ class FedHSIPParams:
         From warm-up statistics, or balanced at random without warm-up.
     warmup_rounds : int
         Rounds of FedIT with every node before the assignment; used with ``hsip`` only.
+    warmup_lr : float or None
+        Learning rate of the factors in the warm-up; None: ``train.lr``. The statistics do not depend on its size,
+        but the head, which stays, is trained beside the factors, which do not: small steps keep it fitting.
     dimension : int or None
         d; None: D / 6.4.
     init : {"offset", "uniform", "warm"}
@@ -63,6 +66,7 @@ class FedHSIPParams:
 
     assignment: Literal["hsip", "random"]
     warmup_rounds: Annotated[int, Bounds(ge=1)]
+    warmup_lr: Annotated[float | None, Bounds(gt=0)]
     dimension: Annotated[int | None, Bounds(ge=1)]
     init: Literal["offset", "uniform", "warm"]
     coefficients: tuple[float, ...]
@@ -143,7 +147,7 @@ class FedHSIP(LoraStrategy):
         sums: Arrays = {}
         for name, delta in merged.once.items():
             node = name.removeprefix(_DELTA)
-            for prefix, value in ((_SUM, delta), (_SQUARE, delta.square())):
+            for prefix, value in ((_SUM, delta), (_SQUARE, delta.square()), (_COUNT, torch.ones(()))):
                 sums[prefix + node] = state.get(prefix + node, torch.zeros_like(value)) + value
         return {**state, **merged.adapter, **merged.head, **sums}
 
@@ -178,9 +182,9 @@ class FedHSIP(LoraStrategy):
         nodes = sorted(n.removeprefix(_SUM) for n in state if n.startswith(_SUM))
         if not nodes:
             raise Refusal("warmup", "no warm-up round had a valid reply, so there is nothing to assign by")
-        rounds = self.warmup_rounds
-        means = torch.stack([state[_SUM + n].double() / rounds for n in nodes], 1)
-        squares = torch.stack([state[_SQUARE + n].double() / rounds for n in nodes], 1)
+        # A node that missed a round is averaged over those it took part in.
+        means = torch.stack([state[_SUM + n].double() / state[_COUNT + n] for n in nodes], 1)
+        squares = torch.stack([state[_SQUARE + n].double() / state[_COUNT + n] for n in nodes], 1)
         profiles = means / (squares + 1e-12).sqrt()
         floors = torch.tensor([self._noise_floor(n) for n in nodes], dtype=torch.float64)
         sensitivity = (squares - floors).clamp_min(0).mean(1)
@@ -193,7 +197,7 @@ class FedHSIP(LoraStrategy):
         if not privacy.private or train.optimizer != "sgd" or train.momentum:
             return 0.0
         plan = self.run.nodes[node]
-        step = train.lr * plan.sigma * (privacy.clip or 0.0) / train.batch_size
+        step = (self.params.warmup_lr or train.lr) * plan.sigma * (privacy.clip or 0.0) / train.batch_size
         return plan.steps_per_round * step**2
 
     def once_cost(self) -> tuple[int, int]:
@@ -217,7 +221,8 @@ class FedHSIP(LoraStrategy):
         head = self.client_head(received, session)
         if phase == "warmup":
             session.model.load({**received.adapter, **head})
-            session.train(Factors(session.model, [*self.spec.lora, *self.trained_head]))
+            factors = Factors(session.model, [*self.spec.lora, *self.trained_head])
+            session.train(factors, lr=self.params.warmup_lr)
             adapter = session.model.read(self.spec.lora)
         else:
             rule = self._client_rule(received, session)
@@ -275,7 +280,7 @@ class WarmupMerger(WeightedMean):
     def __init__(self, state: Arrays, shapes: Shapes) -> None:
         super().__init__()
         self._shapes = shapes
-        self._before = flatten(state, shapes) if state else torch.zeros(count(shapes))
+        self._before = flatten(state, shapes)
         self._deltas: Arrays = {}
 
     def add(self, node: str, payload: Payload, weight: float) -> None:

@@ -407,35 +407,19 @@ class RoundStrategy(Strategy):
         }
         self.run.recorder.round(record, traffic)
 
-    # --- Flower's own hooks, in terms of the same pieces -----------------------------------------
+    # --- Flower's own loop, which start() replaces ------------------------------------------------
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages of the first phase of a round."""
-        plan = self.run.schedule.rounds[server_round - 1]
-        state = from_record(arrays)
-        requests = [
-            self._request(plan, plan.phases[0], n, state, n not in self._informed) for n in plan.nodes
-        ]
-        return [self._message(r, self.config.federation.timeout) for r in requests]
+        """Not called: a round has phases, and :meth:`start` makes the requests of each."""
+        raise NotImplementedError("a Privet method runs by start()")
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Merge replies of the first phase, as far as they can be read."""
-        phase = self.run.schedule.rounds[server_round - 1].phases[0]
-        merger = self.merger(phase, {})
-        taken = 0
-        for message in replies:
-            if error_of(message) is None:
-                reply = unpack_reply(message.content)
-                merger.add(reply.node, reply.payload, self.weight(reply))
-                taken += 1
-        if not taken:
-            return None, None
-        merged = merger.mean()
-        return to_record({**merged.adapter, **merged.head}), MetricRecord({"replies": taken})
+        """Not called: :meth:`start` checks and merges replies one at a time."""
+        raise NotImplementedError("a Privet method runs by start()")
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -72,6 +72,7 @@ def settings(table: Path) -> list[str]:
         f"task.path={table}",
         "task.labels=[no,yes]",
         "task.test_rows=30",
+        "federation.clients=3",
         "federation.rounds=2",
         "evaluate_every=1",
         "train.local_steps=2",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from privet.config import unknown
+from privet.config import nearest
 from privet.errors import ConfigError, DataError
 
 PACKAGE = "package:"
@@ -114,7 +114,11 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame
 def _check_columns(path: Path, names: Sequence[Any], wanted: Sequence[str]) -> None:
     for name in wanted:
         if name not in names:
-            raise DataError(f"'{path}': {unknown('column', name, [str(n) for n in names])}")
+            # A file without a header has a row in its place, so its cells are not listed here.
+            hint = nearest(name, [str(n) for n in names], cutoff=0.7)
+            raise DataError(
+                f"'{path}': unknown column '{name}'{hint} (the first line names {len(names)} columns)"
+            )
         if list(names).count(name) > 1:
             raise DataError(f"'{path}': column '{name}' stands twice")
 

@@ -105,7 +105,12 @@ def test_a_phase_is_charged_before_it_is_answered(ask: Callable[..., Request], c
     request = ask()
     reply = trained(request)
     (entry,) = ledger(request).entries
-    assert (entry.steps, entry.q, entry.sigma, entry.clip) == (2, 16 / ROWS, request.sigma, config.privacy.clip)
+    assert (entry.steps, entry.q, entry.sigma, entry.clip) == (
+        2,
+        16 / ROWS,
+        request.sigma,
+        config.privacy.clip,
+    )
     assert (reply.steps, reply.q, reply.sigma, reply.examples) == (2, 16 / ROWS, request.sigma, ROWS)
     assert entry.request == request.fingerprint
 

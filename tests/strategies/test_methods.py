@@ -18,7 +18,7 @@ from privet.trainables import THETA
 from privet.wire import Payload, Reply
 from server_app.plan import make_plan
 from strategies.base import LoraStrategy, load_method
-from strategies.fedhsip import _SQUARE, _SUM, FedHSIP, _digest, _pack_rule, _unpack_rule
+from strategies.fedhsip import _COUNT, _SQUARE, _SUM, FedHSIP, _digest, _pack_rule, _unpack_rule
 from tests.conftest import Outcome
 
 
@@ -180,6 +180,7 @@ def warm(
         deltas = torch.randn(2, spec_total, generator=generator) * 0.01
         state[f"{_SUM}client-{k}"] = deltas.sum(0)
         state[f"{_SQUARE}client-{k}"] = deltas.square().sum(0)
+        state[f"{_COUNT}client-{k}"] = torch.tensor(2.0)
     return hsip, state
 
 
@@ -198,7 +199,7 @@ def test_warmup_statistics_are_the_definitions(settings: list[str]) -> None:
 
 def test_pure_noise_has_no_sensitivity(settings: list[str]) -> None:
     """Rule 12: s is the mean square less DP-SGD's own floor, so noise alone comes out near zero."""
-    config = compose([*settings, "method.warmup_rounds=2", "train.lr=0.5", "privacy.clip=0.3"])
+    config = compose([*settings, "method.warmup_rounds=2", "method.warmup_lr=0.5", "privacy.clip=0.3"])
     hsip, state = warm(config, 1024, 3)
     floor = 2 * (0.5 * 0.8 * 0.3 / 16) ** 2
     generator = torch.Generator().manual_seed(1)
