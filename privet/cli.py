@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -94,12 +95,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise PrivetError("--json goes with --dry-run: a run shows its progress, its results are JSON files")
     config = compose(arguments.overrides)
-    _quiet_libraries()
-    from server_app.plan import make_plan
-
-    # Everything that can be refused is refused here, before any process starts.
-    plan = make_plan(config)
-    for text in plan.warnings:
+    # Everything that can be refused is refused here, before Flower starts. The plan is made in a process of its
+    # own, so that this one, which only waits, does not hold PyTorch in memory.
+    command = [sys.executable, "-m", "privet.cli", "check", "--json", *arguments.overrides]
+    checked = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if checked.returncode:
+        return checked.returncode
+    for text in json.loads(checked.stdout)["warnings"]:
         print(f"note: {text}", file=sys.stderr)
 
     from privet.launcher import launch

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from privet.config import FederationConfig
+from privet.errors import ConfigError
 from privet.seeding import child_seed
 
 
@@ -56,12 +57,22 @@ def draw_schedule(
 ) -> Schedule:
     """Draw the schedule: warm-up rounds with every node, then rounds of `federation.sampled` nodes.
 
-    The draw depends on the node names and the seed only, not on the order in which nodes connect.
+    `federation.rounds` counts them all, so that methods with and without a warm-up take as many steps. The draw
+    depends on the node names and the seed only, not on the order in which nodes connect.
+
+    Raises
+    ------
+    ConfigError
+        If the warm-up leaves no round to train in.
     """
+    if warmup_rounds >= federation.rounds:
+        raise ConfigError(
+            f"federation.rounds = {federation.rounds} is not allowed: more than the {warmup_rounds} warm-up rounds"
+        )
     names = sorted(nodes)
     rounds = [Round(i + 1, warmup_phases, tuple(names), warmup=True) for i in range(warmup_rounds)]
     size = min(federation.sample_size, len(names))
-    for i in range(federation.rounds):
+    for i in range(federation.rounds - warmup_rounds):
         number = warmup_rounds + i + 1
         chosen = random.Random(child_seed(seed, "schedule", i)).sample(names, size)
         rounds.append(Round(number, phases, tuple(sorted(chosen))))

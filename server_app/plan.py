@@ -62,7 +62,7 @@ class RunPlan:
                 }
                 for p in self.nodes.values()
             ],
-            "rounds": config.federation.rounds,
+            "rounds": config.federation.rounds - method.warmup_rounds,
             "warmup_rounds": method.warmup_rounds,
             "per_round": {
                 "upload_numbers": up,
@@ -161,7 +161,7 @@ def plan_event(config: Config, method: LoraStrategy, nodes: Mapping[str, NodePla
         "method": config.method.name,
         "task": config.task.name,
         "model": config.model.name,
-        "rounds": config.federation.rounds,
+        "rounds": config.federation.rounds - method.warmup_rounds,
         "warmup_rounds": method.warmup_rounds,
         "clients": len(nodes),
         "epsilon_target": config.privacy.epsilon,

@@ -231,7 +231,7 @@ def test_a_lost_projection_rule_is_sent_again(run: Run) -> None:
             folder.mkdir()
         return reply
 
-    outcome = run("method=fedhsip", "method.warmup_rounds=1", "federation.rounds=2", tamper=lose)
+    outcome = run("method=fedhsip", "method.warmup_rounds=1", "federation.rounds=3", tamper=lose)
     assert outcome.error is None
     assert outcome.rounds[2]["phases"][0]["failed"] == []
     nodes = outcome.json("communication.json")["rounds"][2]["nodes"]

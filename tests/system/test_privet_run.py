@@ -41,7 +41,7 @@ def privet(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_privet_run_trains_through_flower_and_leaves_everything(tmp_path: Path) -> None:
     table = write_table(tmp_path / "rows.csv", 120)
     done = privet(
-        "run", *small(table), "method=fedhsip", "method.warmup_rounds=1", "federation.rounds=1", cwd=tmp_path
+        "run", *small(table), "method=fedhsip", "method.warmup_rounds=1", "federation.rounds=2", cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs").iterdir()
