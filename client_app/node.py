@@ -10,26 +10,24 @@ import dataclasses
 import hashlib
 import json
 import logging
-import platform
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import RecordDict
 
+from client_app.node_config import NodeConfig
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
 from privet.config import Config
 from privet.data.collate import tokenise
-from privet.data.partition import client_examples
-from privet.data.tasks import Examples, load_node_file, snapshot
+from privet.data.tasks import snapshot
 from privet.devices import pick_device, pick_dtype
-from privet.errors import ConfigError, PrivetError, Refusal
+from privet.errors import ConfigError, PrivetError, Refusal, StoreError
 from privet.plan import required_sigma
 from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
@@ -37,7 +35,6 @@ from privet.privacy.sampling import sampling_rate
 from privet.seeding import child_seed
 from privet.trainables import Trainables
 from privet.wire import (
-    FIRST_CONTACT,
     Arrays,
     Description,
     Failed,
@@ -54,90 +51,6 @@ from privet.wire import (
 from strategies.base import load_method
 
 log = logging.getLogger("privet")
-
-
-@dataclass(frozen=True)
-class NodeConfig:
-    """What Flower's ``--node-config``, or the simulation, says about this node.
-
-    Attributes
-    ----------
-    name : str
-        The node's own name; everything that lasts is keyed by it.
-    partition : int or None
-        Index of this client in a simulation; None on a real node.
-    data_path : str or None
-        The node's own table; None in a simulation.
-    store : str or None
-        The node's own folder; None: the simulation's run directory.
-    public_examples : int or None
-        Declared row count; None: the true count.
-    max_epsilon : float or None
-        Lifetime budget of this node's rows.
-    """
-
-    name: str
-    partition: int | None
-    data_path: str | None
-    store: str | None
-    public_examples: int | None
-    max_epsilon: float | None
-
-    @property
-    def simulated(self) -> bool:
-        """Whether rows come from a partition and not from the node's own table."""
-        return self.data_path is None
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> NodeConfig:
-        """Read Flower's node configuration.
-
-        Raises
-        ------
-        Refusal
-            Kind ``"node-config"`` naming the missing keys, where the node has neither rows nor a partition.
-        """
-        partition, path = raw.get("partition-id"), raw.get("data-path")
-        if partition is None and path is None:
-            raise Refusal(
-                "node-config",
-                "the node was started without data: its --node-config needs data-path (and name)",
-            )
-        default = f"client-{partition}" if partition is not None else platform.node() or "node"
-        name = str(raw.get("name", default))
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            raise Refusal("node-config", "the node's name may hold letters, digits, '.', '_' and '-' only")
-        store = raw.get("store")
-        if store is None and path is not None:
-            store = str(Path.home() / ".privet" / "nodes" / name)
-        cap, declared = raw.get("max-epsilon"), raw.get("public-examples")
-        return cls(
-            name=name,
-            partition=int(partition) if partition is not None else None,
-            data_path=str(path) if path is not None else None,
-            store=str(store) if store is not None else None,
-            public_examples=int(declared) if declared is not None else None,
-            max_epsilon=float(cap) if cap is not None else None,
-        )
-
-    def root(self, request_store: str) -> Path:
-        """Folder of this node's store: its own, else below the simulation's run directory."""
-        if self.store is not None:
-            return Path(self.store)
-        if not request_store:
-            raise Refusal("node-config", "the node was started without a store")
-        return Path(request_store) / self.name
-
-    def examples(self, config: Config) -> Examples:
-        """Load this node's rows."""
-        if self.data_path is not None:
-            return load_node_file(config.task, self.data_path)
-        assert self.partition is not None
-        return client_examples(config, self.partition)
-
-    def declared(self, rows: int) -> int:
-        """Row count that the node declares public: ``public-examples``, else the true count."""
-        return rows if self.public_examples is None else self.public_examples
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -185,23 +98,24 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
             if known is None:
                 known = _Phase(node, request, config, store, on_charge).run()
             else:
+                charged = True
                 _commit_kept(store, known[1])
         return pack_reply(_reply_from(known))
     except PrivetError as error:
-        return _failure(error, name, uncharged=not charged)
+        # A store that cannot be read or written may hold a charge that this call does not know of.
+        return _failure(error, name, uncharged=not charged and not isinstance(error, StoreError))
 
 
 def _failure(error: PrivetError, node: str, *, uncharged: bool) -> RecordDict:
-    """Return a refusal; texts that may name local files stay in the node's own log."""
+    """Return a refusal.
+
+    Texts that may name local files, and those of errors after rows were drawn, stay in the node's own log.
+    """
     log.error("%s refuses: %s", node or "a node without a name", error)
-    if isinstance(error, Refusal):
-        failed = Failed(node, error.kind, str(error), uncharged)
-    elif isinstance(error, ConfigError):
-        failed = Failed(node, "config", str(error), uncharged)
-    else:
-        kind = type(error).__name__.removesuffix("Error").lower()
-        failed = Failed(node, kind, "the node's own log has the reason", uncharged)
-    return pack_failure(failed)
+    kind = error.kind if isinstance(error, Refusal) else type(error).__name__.removesuffix("Error").lower()
+    shown = isinstance(error, (Refusal, ConfigError)) and uncharged
+    text = str(error) if shown else "the node's own log has the reason"
+    return pack_failure(Failed(node, kind, text, uncharged))
 
 
 def _checked_config(request: Request) -> Config:
@@ -236,7 +150,7 @@ class _Phase:
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Check, charge, train, store; return what :func:`_reply_from` reads."""
         request, config = self._request, self._config
-        self._refuse_seeded()
+        self._refuse_unsafe()
         method = load_method(config, adapter_spec(config))
         if request.phase not in (*method.phases, *method.warmup_phases):
             raise Refusal("phase", "the method has no such phase")
@@ -245,7 +159,8 @@ class _Phase:
         check_arrays(request.payload.head, head, "head")
         examples = self._node.examples(config)
         declared = self._node.declared(len(examples))
-        if declared < 1 or len(examples) < 1:
+        if declared < 1 or (len(examples) < 1 and not config.privacy.private):
+            # Under DP a node without usable rows trains on empty draws: that it has none is private.
             raise Refusal("zero-rows", "this node has no rows")
         self._freeze(snapshot(examples), declared)
 
@@ -292,6 +207,7 @@ class _Phase:
 
     def keep(self, name: str, arrays: Arrays) -> None:
         """Write arrays beside the old ones; they take their place together with the stored reply."""
+        check_arrays(arrays, {n: tuple(v.shape) for n, v in arrays.items()}, name)
         file = f"{name}-{self._request.fingerprint[:16]}"
         self._store.save_tensors(file, arrays)
         self._kept[name] = file
@@ -302,12 +218,22 @@ class _Phase:
 
     # --- duties ----------------------------------------------------------------------------------
 
-    def _refuse_seeded(self) -> None:
-        privacy = self._config.privacy
-        if not self._node.simulated and privacy.randomness == "seeded":
+    def _refuse_unsafe(self) -> None:
+        """Refuse what this node's owner has not allowed, whatever the server asks."""
+        node, privacy = self._node, self._config.privacy
+        if not privacy.private and not node.allow_non_private:
+            raise Refusal(
+                "not-private", "this node trains with privacy=dp only (allow-non-private is not set)"
+            )
+        capped = node.max_epsilon is not None
+        if (capped or not node.simulated) and privacy.randomness == "seeded":
             raise Refusal("seeded", "privacy.randomness=seeded is for simulations: it is not private")
-        if not self._node.simulated and privacy.diagnostics:
+        if (capped or not node.simulated) and privacy.diagnostics:
             raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
+        if node.max_delta is not None and privacy.delta is not None and privacy.delta > node.max_delta:
+            raise Refusal(
+                "delta", f"privacy.delta = {privacy.delta:g} is above this node's {node.max_delta:g}"
+            )
 
     def _freeze(self, data: str, declared: int) -> None:
         """Hold the run to its first configuration, rows and order of rounds (design rule 13)."""
@@ -322,7 +248,10 @@ class _Phase:
         }
         frozen = self._store.load_json(name)
         if frozen is None:
-            self.flag(FIRST_CONTACT)
+            if request.met and self._config.privacy.private:
+                raise Refusal("store-lost", "this node answered before, but its store and ledger are gone")
+            if request.met:
+                self.flag("store-lost")
             self._store.save_json(name, {**facts, "round": request.round})
             return
         for key, what in (
@@ -375,6 +304,9 @@ class _Phase:
             time=utc_now(),
         )
         ledger = self._store.ledger(privacy.delta, self._node.max_epsilon)
+        place = (entry.run, entry.round, entry.phase)
+        if any((e.run, e.round, e.phase) == place for e in ledger.entries):
+            self._on_charge()  # an earlier try of this phase is in the ledger, whatever becomes of this one
         ledger.charge(entry, run_epsilon=privacy.epsilon, accountant=privacy.accountant)
         self._on_charge()
 
@@ -382,6 +314,8 @@ class _Phase:
         """Log what stays, then store the reply with everything that was kept, then let it go."""
         seen = self._diagnostics
         self._log(seen)
+        for arrays in (payload.adapter, payload.head):
+            check_arrays(arrays, {n: tuple(v.shape) for n, v in arrays.items()}, "reply")
         open_run = not self._config.privacy.private or self._config.privacy.diagnostics
         values: dict[str, Any] = {
             "node": self._node.name,
@@ -393,9 +327,9 @@ class _Phase:
             "q": self._q,
             "sigma": self._request.sigma,
             "flags": self._flags,
-            "train_loss": seen.train_loss if seen and open_run else None,
-            "grad_norm": seen.grad_norm if seen and open_run else None,
-            "kept": {"run": self._request.run, "files": self._kept},
+            "train_loss": _finite(seen.train_loss) if seen and open_run else None,
+            "grad_norm": _finite(seen.grad_norm) if seen and open_run else None,
+            "kept": {"run": self._request.run, "round": self._request.round, "files": self._kept},
         }
         tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
         self._store.save_reply(self._request.fingerprint, tensors, values, run=_safe(self._request.run))
@@ -412,19 +346,28 @@ class _Phase:
             "phase": self._request.phase,
             **dataclasses.asdict(seen),
         }
-        with (self._node.root(self._request.store) / "log.jsonl").open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+        try:
+            with (self._node.root(self._request.store) / "log.jsonl").open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError:
+            log.exception(
+                "the node's log cannot be written"
+            )  # the phase is paid for: its reply must not be lost
 
 
 def _commit_kept(store: NodeStore, values: Mapping[str, Any]) -> None:
-    """Point the node's kept arrays at those of a stored reply; doing it twice changes nothing."""
+    """Point the node's kept arrays at those of a stored reply, unless a later round's are there already."""
     kept = values["kept"]
     if not kept["files"]:
         return
     name = _kept_name(kept["run"])
-    before = (store.load_json(name) or {}).get("files", {})
-    if any(before.get(k) != f for k, f in kept["files"].items()):
-        store.save_json(name, {"files": {**before, **kept["files"]}})
+    before = store.load_json(name) or {"round": 0, "files": {}}
+    if kept["round"] >= before["round"]:
+        store.save_json(name, {"round": kept["round"], "files": {**before["files"], **kept["files"]}})
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _reply_from(known: tuple[dict[str, Arrays], dict[str, Any]]) -> Reply:

@@ -197,7 +197,7 @@ class PrivacyConfig:
     mode: Literal["dp", "none"]
     epsilon: Annotated[float | None, Bounds(gt=0)]
     delta: Annotated[float | None, Bounds(gt=0, lt=1)]
-    clip: Annotated[float | None, Bounds(gt=0)]
+    clip: Annotated[float | None, Bounds(ge=1e-6, lt=1e6)]
     accountant: Literal["rdp", "prv"]
     randomness: Literal["secure", "fast", "seeded"]
     diagnostics: bool

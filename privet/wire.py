@@ -25,9 +25,6 @@ from privet.errors import Refusal
 
 Arrays = dict[str, Tensor]
 PARTS: tuple[Literal["adapter", "head", "once"], ...] = ("adapter", "head", "once")
-FIRST_CONTACT = "first-contact"
-"""Flag of a node that has no record of the run yet; from a node that has answered before, its store is lost."""
-
 _DTYPES = {"float32", "uint8", "uint16", "uint32"}
 
 
@@ -54,7 +51,8 @@ class Request:
 
     `sigma` is the noise multiplier that the server planned for this node (0 without privacy) and `planned_steps`
     the largest number of local steps that the schedule gives any node with its rows over the whole run.
-    `store` is a folder for the node's store; a node that has its own configured ignores it.
+    `store` is a folder for the node's store; a node that has its own configured ignores it. `met` says that the
+    node has answered in this run before, so that a node whose store was lost knows it.
     """
 
     run: str
@@ -67,11 +65,12 @@ class Request:
     store: str
     sigma: float
     planned_steps: int
+    met: bool = False
     payload: Payload = field(default_factory=Payload)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over every field and array: a repeated request has the same one."""
+        """SHA-256 over what decides the answer: a repeated request has the same one."""
         digest = hashlib.sha256()
         for name in ("run", "round", "phase", "node", "config_hash", "code_hash", "sigma", "planned_steps"):
             digest.update(f"{name}={getattr(self, name)!r}\n".encode())
@@ -238,7 +237,7 @@ def _fields(content: RecordDict, key: str, cls: type, also: str = "") -> dict[st
             raise Refusal("malformed", f"the record '{also}' is missing")
         merged |= dict(extra)
     out: dict[str, Any] = {}
-    types: dict[str, Any] = {"int": int, "float": float, "str": str, "tuple[str, ...]": tuple}
+    types: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "tuple[str, ...]": tuple}
     for f in dataclasses.fields(cls):
         if f.name == "payload":
             continue
@@ -255,7 +254,7 @@ def _typed(value: Any, kind: type, name: str) -> Any:
         return float(value)
     if kind is tuple and isinstance(value, list):
         return tuple(str(v) for v in value)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Refusal("malformed", f"the field '{name}' is not of type {kind.__name__}")
     return value
 

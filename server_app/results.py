@@ -8,7 +8,7 @@ whole, so that a killed run leaves readable files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from privet.privacy.spending import Spending
 from privet.wire import PARTS, Arrays, Failed
 from server_app.card import privacy_card
 
-WAYS = ("upload", "download")
+WAYS = ("upload", "download", "requery")
 
 
 class RunDirectory:
@@ -48,6 +48,7 @@ class RunDirectory:
             raise ConfigError(f"run-dir = {path} holds a run already: name another")
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+        self.after_round: Callable[[], object] = lambda: None
         self._absent: list[dict[str, Any]] = []
         self._rounds: list[dict[str, Any]] = []
         self._traffic: list[dict[str, Any]] = []
@@ -86,6 +87,7 @@ class RunDirectory:
                 sum(node[way]["bytes"].values()) for node in traffic.values() if way in node
             )
         self._write_communication()
+        self.after_round()
         self.event(
             "round",
             round=record["round"],
@@ -190,8 +192,6 @@ class RunDirectory:
 
     def _summary(self, config: Config, run_id: str, status: str, privacy: dict[str, Any]) -> dict[str, Any]:
         scored = [r["eval"] for r in self._rounds if r["eval"]]
-        last = next((r for r in reversed(self._rounds) if not r["void"]), self._rounds[-1])
-        nodes = max(1, len(self._traffic[self._rounds.index(last)]["nodes"]))
         return {
             "status": status,
             "run": run_id,
@@ -205,14 +205,22 @@ class RunDirectory:
             "failures": self.failures,
             "metrics": scored[-1] if scored else None,
             "epsilon": privacy["max_epsilon"],
-            "upload_numbers": last["upload_numbers"] // nodes,
-            "download_numbers": last["download_numbers"] // nodes,
+            "upload_numbers": self._numbers_per_client("upload"),
+            "download_numbers": self._numbers_per_client("download"),
             "seconds": round((datetime.now(UTC) - self._started).total_seconds(), 1),
             "config_hash": config.hash,
             "versions": {
                 p: version(p) for p in ("privet", "flwr", "torch", "transformers", "peft", "opacus")
             },
         }
+
+    def _numbers_per_client(self, way: str) -> int:
+        """Adapter numbers of one client in the last round that had any."""
+        for entry in reversed(self._traffic):
+            counts = [n[way]["numbers"]["adapter"] for n in entry["nodes"].values() if way in n]
+            if counts:
+                return int(max(counts))
+        return 0
 
     def _write_communication(self) -> None:
         totals = {
@@ -231,7 +239,7 @@ class RunDirectory:
 
 def _append(path: Path, value: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(value) + "\n")
+        stream.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

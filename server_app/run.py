@@ -110,6 +110,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
     )
     evaluator = Evaluator(config) if config.evaluation == "server" and config.task.head != "local" else None
     initial = initial_tensors(spec, config.seed, config.task.head)
+    directory.after_round = lambda: directory.write_privacy(config, plans, spending)
     try:
         result = method.start(
             grid,

@@ -242,6 +242,8 @@ class FedHSIP(LoraStrategy):
         material = dict(received.once)
         digest = material.pop("rule_digest", None)
         kept = material or session.recall("rule") or {}
+        if set(material) - {"slots", "signs"}:
+            raise Refusal("rule", "the projection rule comes with arrays that do not belong to it")
         if digest is None or not kept or not torch.equal(_digest(kept), digest):
             raise Refusal(NEEDS_ONCE, "the projection rule is not in this node's store")
         if material:

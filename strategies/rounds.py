@@ -26,7 +26,6 @@ from privet.privacy.accounting import Step
 from privet.privacy.spending import Spending
 from privet.schedule import Round, Schedule
 from privet.wire import (
-    FIRST_CONTACT,
     Arrays,
     Failed,
     Payload,
@@ -193,15 +192,26 @@ class RoundStrategy(Strategy):
             next_state, exchanges, traffic = self._round(grid, plan, state, timeout)
             void = next_state is None
             state = state if next_state is None else next_state
+            self.run.recorder.checkpoint(plan.number, state)
             metrics = None
             if evaluate_fn is not None and self._is_scored(plan):
-                metrics = evaluate_fn(plan.number, to_record(self.model_values(state)))
+                metrics = self._score(evaluate_fn, plan.number, state)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[plan.number] = metrics
-            self.run.recorder.checkpoint(plan.number, state)
             self._record(plan, exchanges, traffic, metrics, void, time.monotonic() - started)
         result.arrays = to_record(state)
         return result
+
+    def _score(
+        self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], number: int, state: Arrays
+    ) -> MetricRecord | None:
+        """Score a state; a score that fails is noted and costs the run nothing else."""
+        try:
+            return evaluate_fn(number, to_record(self.model_values(state)))
+        except Exception as error:
+            text = f"round {number} has no score: {type(error).__name__}"
+            self.run.recorder.event("note", text=text)
+            return None
 
     def _is_scored(self, plan: Round) -> bool:
         """Whether a round is followed by a score: every few training rounds, and the last one."""
@@ -246,11 +256,11 @@ class RoundStrategy(Strategy):
         pending: dict[str, Request] = {}
         resent: set[str] = set()
 
-        def send(requests: Iterable[Request]) -> None:
+        def send(requests: Iterable[Request], way: str = "download") -> None:
             batch = list(requests)
             messages = [self._message(r, timeout) for r in batch]
             for request, identifier in zip(batch, grid.push_messages(messages), strict=True):
-                _count(traffic, request.node, "download", request.payload)
+                _count(traffic, request.node, way, request.payload)
                 if identifier:
                     pending[identifier] = request
                 else:
@@ -262,6 +272,8 @@ class RoundStrategy(Strategy):
             else:
                 exchange.replied.append(request.node)
                 self._met.add(request.node)
+                if "store-lost" in outcome.flags:
+                    recorder.event("note", text=f"{request.node} lost its store and starts afresh")
                 self._informed.add((phase, request.node))
                 merger.add(request.node, outcome.payload, self.weight(outcome))
                 _count(traffic, request.node, "upload", outcome.payload)
@@ -290,7 +302,7 @@ class RoundStrategy(Strategy):
                 outcome = self._judge(request, message)
                 if isinstance(outcome, Failed) and outcome.kind == NEEDS_ONCE and request.node not in resent:
                     resent.add(request.node)
-                    send([self._request(plan, phase, request.node, state, True)])
+                    send([self._request(plan, phase, request.node, state, True)], "requery")
                 else:
                     settle(request, outcome)
             if pending and not answers and not late:
@@ -313,6 +325,7 @@ class RoundStrategy(Strategy):
             store=self.run.store,
             sigma=node_plan.sigma,
             planned_steps=node_plan.planned_steps,
+            met=node in self._met,
             payload=self.download(phase, state, once),
         )
 
@@ -341,23 +354,21 @@ class RoundStrategy(Strategy):
             plan = self.run.nodes[request.node]
             if reply.examples < 1:
                 raise Refusal("zero-rows", "the node trained on no rows")
-            if reply.examples != plan.examples or reply.steps > plan.steps_per_round:
+            steps = plan.steps_per_round if self.releases.get(request.phase) == "dp-sgd" else 0
+            private = self.config.privacy.private
+            if reply.examples != plan.examples or reply.steps != steps:
                 raise Refusal("plan", "the node's rows or steps are not the planned ones")
-            if FIRST_CONTACT in reply.flags and request.node in self._met:
-                self._lost_store(request.node)
+            if private and (reply.q != plan.q or reply.sigma != request.sigma):
+                raise Refusal("plan", "the node's q or sigma is not the planned one")
             adapter, head = self.upload_shapes(request.phase)
             check_arrays(reply.payload.adapter, adapter, "adapter")
             check_arrays(reply.payload.head, head, "head")
             check_arrays(reply.payload.once, {}, "once")
         except Refusal as refusal:
             return Failed(request.node, refusal.kind, str(refusal))
+        except Exception as error:  # whatever a reply can provoke is its node's failure, not the run's
+            return Failed(request.node, "malformed", f"the reply cannot be read ({type(error).__name__})")
         return reply
-
-    def _lost_store(self, node: str) -> None:
-        """Refuse a private node that forgot what it spent; note it where nothing but state was lost."""
-        if self.config.privacy.private:
-            raise Refusal("store-lost", "the node answered before, but its store and ledger are gone")
-        self.run.recorder.event("note", text=f"{node} lost its store and starts afresh")
 
     def weight(self, reply: Reply) -> float:
         """p_k before normalisation: 1, or the declared rows (design rule 13)."""
@@ -370,14 +381,12 @@ class RoundStrategy(Strategy):
         """Count what the phase cost; a failure counts in full unless the node says that it charged nothing."""
         if not self.config.privacy.private or self.releases.get(phase) != "dp-sgd":
             return
+        if isinstance(outcome, Failed) and outcome.uncharged:
+            return
         node_plan = self.run.nodes[request.node]
-        steps = node_plan.steps_per_round
-        if isinstance(outcome, Reply):
-            steps = outcome.steps
-        elif outcome.uncharged:
-            steps = 0
-        sigma = max(outcome.sigma, request.sigma) if isinstance(outcome, Reply) else request.sigma
-        self.run.spending.add(request.node, plan.number, phase, Step(node_plan.q, sigma, steps))
+        # The planned numbers: a reply with others is refused, and its node cannot make its own spending look less.
+        step = Step(node_plan.q, request.sigma, node_plan.steps_per_round)
+        self.run.spending.add(request.node, plan.number, phase, step)
 
     def _record(
         self,
@@ -389,7 +398,7 @@ class RoundStrategy(Strategy):
         seconds: float,
     ) -> None:
         """Write the round's line and tell who watches."""
-        scores = None if metrics is None else dict(metrics)
+        scores = None if metrics is None else {k: _finite(v) for k, v in metrics.items()}
         record = {
             "round": plan.number,
             "phases": [e.summary() for e in exchanges],
@@ -447,9 +456,14 @@ def from_record(record: ArrayRecord) -> Arrays:
     return {n: torch.from_numpy(a.numpy().copy()) for n, a in record.items()}
 
 
+def _finite(value: Any) -> Any:
+    """JSON has no infinities; a diverged loss is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _mean(values: Sequence[tuple[float, int]]) -> float | None:
     """Weighted mean of the values that were released; None under DP, where none is."""
-    known = [(v, n) for v, n in values if not math.isnan(v)]
+    known = [(v, n) for v, n in values if math.isfinite(v)]
     total = sum(n for _, n in known)
     return sum(v * n for v, n in known) / total if total else None
 

@@ -15,7 +15,7 @@ from tests.conftest import Outcome
 def test_check_prints_the_plan_and_trains_nothing(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", *settings, "method=fedhsip"]) == 0
+    assert main(["check", *settings, "method=fedhsip", "federation.rounds=4"]) == 0
     text = capsys.readouterr().out
     for words in (
         "epsilon 6",
@@ -27,7 +27,7 @@ def test_check_prints_the_plan_and_trains_nothing(
         "memory",
     ):
         assert words in text
-    assert main(["run", "--dry-run", *settings, "method=fedhsip"]) == 0
+    assert main(["run", "--dry-run", *settings, "method=fedhsip", "federation.rounds=4"]) == 0
     assert capsys.readouterr().out == text
 
 
@@ -49,9 +49,9 @@ def test_check_as_json_has_every_number(settings: list[str], capsys: pytest.Capt
 def test_the_plan_is_what_the_run_then_does(
     run: Callable[..., Outcome], settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["check", "--json", *settings, "method=fedhsip", "federation.sampled=2"])
+    main(["check", "--json", *settings, "method=fedhsip", "federation.rounds=4", "federation.sampled=2"])
     plan = json.loads(capsys.readouterr().out)
-    outcome = run("method=fedhsip", "federation.sampled=2")
+    outcome = run("method=fedhsip", "federation.rounds=4", "federation.sampled=2")
     nodes = {n["node"]: n for n in outcome.json("privacy.json")["nodes"]}
     for client in plan["clients"]:
         node = nodes[client["node"]]

@@ -77,6 +77,8 @@ def set_field(record: str, name: str, value: Any) -> Callable[[RecordDict], None
         (set_field("metrics", "examples", 0), "zero-rows"),
         (set_field("metrics", "examples", 10**9), "plan"),
         (set_field("metrics", "steps", 10**6), "plan"),
+        (set_field("metrics", "steps", 0), "plan"),
+        (set_field("metrics", "steps", -1), "plan"),
         (set_field("reply", "flags", "x"), "malformed"),
         (lambda content: content.pop("adapter"), "malformed"),
     ],
@@ -97,6 +99,60 @@ def test_a_wrong_reply_is_refused_by_name_and_the_round_goes_on(
     assert not second["void"]
     assert outcome.json("summary.json")["failures"][0]["node"] == "client-1"
     assert math.isfinite(second["eval"]["loss"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_field("metrics", "sigma", 1e6),
+        set_field("metrics", "sigma", math.nan),
+        set_field("metrics", "sigma", math.inf),
+        set_field("metrics", "q", 1e-6),
+        set_field("metrics", "steps", 0),
+        set_field("metrics", "steps", -1),
+    ],
+)
+def test_a_node_cannot_make_its_spending_look_less(run: Run, change: Callable[[RecordDict], None]) -> None:
+    outcome = run("method=ffa_lora", tamper=tampering(change, round_number=2, node="client-1"))
+    assert outcome.error is None
+    (failed,) = outcome.rounds[1]["phases"][0]["failed"]
+    assert failed["reason"].startswith("plan")
+    nodes = outcome.json("privacy.json")["nodes"]
+    assert len({n["epsilon"] for n in nodes}) == 1
+    assert all(n["steps"] == 4 for n in nodes)
+
+
+def test_a_score_that_fails_costs_the_score_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server_app.evaluation import Evaluator
+
+    def explode(self: object, *_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Evaluator, "__call__", explode)
+    outcome = run("method=ffa_lora")
+    assert outcome.error is None
+    assert [r["eval"] for r in outcome.rounds] == [None, None]
+    assert (outcome.path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_empty_draws_alone_with_diagnostics_lose_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase whose every draw is empty has no loss; it is paid for and must be answered."""
+    import numpy as np
+
+    from client_app import trainer
+
+    monkeypatch.setattr(trainer, "poisson_draw", lambda *_: np.zeros(0, dtype=np.int64))
+    outcome = run("method=ffa_lora", "privacy.diagnostics=true")
+    assert outcome.error is None
+    assert all(r["phases"][0]["replied"] == 3 for r in outcome.rounds)
+    assert all(r["train_loss"] is None for r in outcome.rounds)
+
+
+def test_a_diverged_run_is_refused_as_not_finite(run: Run) -> None:
+    outcome = run("method=fedavg", "privacy=none", "train.lr=1e30", "train.head_lr=1e30")
+    assert "every round was void" in str(outcome.error)
+    kinds = {f["reason"].partition(":")[0] for f in outcome.json("summary.json")["failures"]}
+    assert kinds == {"non-finite"}
 
 
 def test_a_refused_reply_changes_nothing(run: Run) -> None:
@@ -123,7 +179,7 @@ def test_flowers_error_text_goes_nowhere(run: Run) -> None:
 def test_an_exception_of_a_client_crosses_as_its_kind_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from client_app import trainer
 
-    def explode(self: object, *_: object) -> None:
+    def explode(self: object, *_: object, **__: object) -> None:
         raise ZeroDivisionError("secret row text")
 
     monkeypatch.setattr(trainer.Trainer, "train_private", explode)
@@ -207,18 +263,26 @@ def test_a_client_with_fewer_rows_than_a_batch(run: Run, tmp_path: Path) -> None
     assert any("only 6 rows" in w for w in outcome.json("privacy.json")["warnings"])
 
 
-def test_a_node_that_lost_its_store_is_refused_under_dp_and_noted_without(run: Run) -> None:
+@pytest.mark.parametrize("method", [["method=ffa_lora"], ["method=fedhsip", "method.warmup_rounds=2"]])
+def test_a_node_that_lost_its_store_stays_refused_under_dp_and_is_noted_without(
+    run: Run, method: list[str]
+) -> None:
     def lose(message: Message, reply: Message) -> Message:
-        if asks(message, round_number=1, node="client-1"):
+        if asks(message, round_number=2, node="client-1"):
             shutil.rmtree(Path(message.content["request"]["store"]) / "client-1")
         return reply
 
-    private = run("method=ffa_lora", tamper=lose)
-    (failed,) = private.rounds[1]["phases"][0]["failed"]
-    assert failed["node"] == "client-1"
-    assert failed["reason"].startswith("store-lost")
-    plain = run("method=ffa_lora", "privacy=none", tamper=lose)
-    assert plain.rounds[1]["phases"][0]["failed"] == []
+    private = run(*method, "federation.rounds=4", tamper=lose)
+    assert private.error is None
+    for record in private.rounds[2:]:
+        (failed,) = record["phases"][0]["failed"]
+        assert failed["node"] == "client-1"
+        assert failed["reason"].startswith("store-lost")
+    assert not (private.path / "nodes" / "client-1" / "ledger.jsonl").exists()  # no fresh ledger
+    spent = {n["node"]: n["steps"] for n in private.json("privacy.json")["nodes"]}
+    assert spent == {"client-0": 8, "client-1": 4, "client-2": 8}
+    plain = run(*method, "federation.rounds=4", "privacy=none", tamper=lose)
+    assert plain.rounds[2]["phases"][0]["failed"] == []
     notes = [e["text"] for e in plain.lines("events.jsonl") if e["event"] == "note"]
     assert "client-1 lost its store and starts afresh" in notes
 
@@ -236,8 +300,9 @@ def test_a_lost_projection_rule_is_sent_again(run: Run) -> None:
     assert outcome.rounds[2]["phases"][0]["failed"] == []
     nodes = outcome.json("communication.json")["rounds"][2]["nodes"]
     once = {n: t["download"]["numbers"]["once"] for n, t in nodes.items()}
-    # The digest twice and the rule again for the node that lost it; the digest alone for the others.
-    assert once == {"client-0": 32, "client-1": 32 + 1024 + 128 + 32, "client-2": 32}
+    assert once == {"client-0": 32, "client-1": 32, "client-2": 32}  # the digest alone
+    assert nodes["client-1"]["requery"]["numbers"]["once"] == 1024 + 128 + 32
+    assert "requery" not in nodes["client-0"]
     assert outcome.json("privacy.json")["nodes"][1]["steps"] == 6  # asking again costs nothing
 
 
@@ -268,3 +333,22 @@ def test_two_nodes_of_one_name_are_refused(run: Run) -> None:
     configs = [{"partition-id": i, "num-partitions": 3, "name": "north"} for i in range(3)]
     outcome = run("method=ffa_lora", node_configs=configs)
     assert "two nodes have this name" in str(outcome.error)
+
+
+def test_one_node_that_cannot_start_is_named_and_the_others_train(run: Run) -> None:
+    configs: list[dict[str, Any]] = [{"partition-id": i, "num-partitions": 3} for i in range(3)]
+    configs[2] = {"name": "south", "data-path": "/no/such/table.csv", "store": "/tmp/privet-never-made"}
+    outcome = run("method=ffa_lora", node_configs=configs)
+    assert outcome.error is None
+    assert {n["node"] for n in outcome.json("privacy.json")["nodes"]} == {"client-0", "client-1"}
+    (failed,) = outcome.json("summary.json")["failures"]
+    assert (failed["round"], failed["phase"], failed["node"]) == (0, "describe", "south")
+    assert "/no/such" not in failed["reason"]  # local paths stay in the node's own log
+
+
+def test_a_directory_that_holds_a_run_is_not_used_again(run: Run) -> None:
+    first = run("method=ffa_lora")
+    before = (first.path / "summary.json").read_text()
+    second = run("method=ffa_lora", path=first.path)
+    assert "holds a run already" in str(second.error)
+    assert (first.path / "summary.json").read_text() == before

@@ -143,13 +143,34 @@ def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
     name = str(client)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or ".." in name:
         raise ConfigError(f"client name {name!r} is not allowed in a path: letters, digits, '.', '_' and '-'")
-    return load_node_file(cfg, cfg.path.replace(CLIENT, name))
+    rows = _load(resolve_path(cfg.path.replace(CLIENT, name)), cfg, None)[0]
+    return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
 
 
 def load_node_file(cfg: TaskConfig, path: str) -> Examples:
-    """Load a node's own table, with the task's columns and labels; `train_rows` is at most, here."""
-    rows = _load(resolve_path(path), cfg, None)[0]
-    return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
+    """Load a real node's own table; it may hold no row that the task selects.
+
+    Every row is kept or left out by itself, or as a repetition of an equal row, label included: adding or
+    removing one row of the table changes the result by at most one row, as the accounting needs. `train_rows`,
+    under which one row would let in another, is refused.
+
+    Raises
+    ------
+    ConfigError
+        If `train_rows` is set.
+    DataError
+        As :func:`load_task`, but for a table without a usable row.
+    """
+    if cfg.train_rows is not None:
+        raise ConfigError(
+            "task.train_rows is for simulations: on a node's own table one row would replace another"
+        )
+    return _load(resolve_path(path), cfg, None, node=True)[0]
+
+
+def count_rows(path: str) -> int:
+    """Return the rows of a table before any task selects among them."""
+    return len(read_table(resolve_path(path)))
 
 
 def snapshot(examples: Examples) -> str:
@@ -168,8 +189,13 @@ def snapshot(examples: Examples) -> str:
 # --- from cells to examples ----------------------------------------------------------------------
 
 
-def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Counter[str]]:
-    """Read, filter and convert; the counter says why how many rows were left out."""
+def _load(
+    path: Path, cfg: TaskConfig, column: str | None, *, node: bool = False
+) -> tuple[Examples, Counter[str]]:
+    """Read, filter and convert; the counter says why how many rows were left out.
+
+    On a real `node` no row may decide over another, unequal one, and no usable row is an answer too.
+    """
     column = cfg.label_column if column == LABEL else column
     texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
     wanted = [*texts, cfg.label_column] if column is None else [*texts, cfg.label_column, column]
@@ -196,8 +222,9 @@ def _load(path: Path, cfg: TaskConfig, column: str | None) -> tuple[Examples, Co
     for name, least in minimum.items():
         keep(~(grades[name][rows] < least), "below task.minimum")  # NaN: not graded, so not below
     if cfg.deduplicate:
-        keep(~_repeated([cells[name][rows] for name in texts]), "with the text of an earlier row")
-    if len(rows) == 0:
+        same = [*texts, cfg.label_column] if node else texts
+        keep(~_repeated([cells[name][rows] for name in same]), "with the text of an earlier row")
+    if len(rows) == 0 and not node:
         raise DataError(f"'{path}' has no usable row; left out: {_counts(dropped)}")
 
     columns = None

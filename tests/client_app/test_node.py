@@ -12,7 +12,8 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
-from client_app.node import NodeConfig, answer_describe, answer_train
+from client_app.node import answer_describe, answer_train
+from client_app.node_config import NodeConfig
 from privet.adapters import adapter_spec, initial_tensors
 from privet.config import Config, compose
 from privet.errors import Refusal
@@ -77,10 +78,10 @@ def trained(request: Request, node: dict[str, Any] = NODE) -> Reply:
     return unpack_reply(content)
 
 
-def refused(request: Request, node: dict[str, Any] = NODE) -> str:
+def refused(request: Request, node: dict[str, Any] = NODE, *, uncharged: bool = True) -> str:
     failed = unpack_failure(answer(request, node))
     assert failed is not None
-    assert failed.uncharged
+    assert failed.uncharged == uncharged
     assert "\n" not in failed.reason
     return failed.kind
 
@@ -120,7 +121,7 @@ def test_a_crash_between_charge_and_reply_leaves_the_charge(
 ) -> None:
     from client_app import trainer
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer.Trainer, "train_private", die)
@@ -140,7 +141,10 @@ def test_the_same_round_with_another_request_is_refused(ask: Callable[..., Reque
     trained(ask())
     other = ask()
     moved = {n: v + 1 for n, v in other.payload.adapter.items()}
-    assert refused(dataclasses.replace(other, payload=Payload(moved, other.payload.head))) == "replay"
+    assert (
+        refused(dataclasses.replace(other, payload=Payload(moved, other.payload.head)), uncharged=False)
+        == "replay"
+    )
     assert entries(other) == 1
 
 
@@ -338,4 +342,126 @@ def test_a_damaged_store_is_refused_and_named_locally_only(ask: Callable[..., Re
 def test_a_lost_ledger_stops_training(ask: Callable[..., Request]) -> None:
     trained(ask())
     (Path(ask().store) / "client-0" / "ledger.jsonl").unlink()
-    assert refused(ask(round=2)) == "store"
+    assert refused(ask(round=2), uncharged=False) == "store"
+
+
+def own_table(tmp_path: Path, rows: int = ROWS, **keys: Any) -> dict[str, Any]:
+    """Node configuration of a real node called client-0 with its own table and store."""
+    from tests.conftest import write_table
+
+    table = write_table(tmp_path / "own.csv", rows)
+    node = {"name": "client-0", "data-path": str(table), "store": str(tmp_path / "store")}
+    return {**node, **{k.replace("_", "-"): v for k, v in keys.items()}}
+
+
+@pytest.mark.parametrize("keys", [{}, {"max_epsilon": 3.0}])
+def test_a_real_node_trains_without_dp_only_if_its_owner_says_so(
+    ask: Callable[..., Request], tmp_path: Path, settings: list[str], keys: dict[str, Any]
+) -> None:
+    plain = compose([*settings, "method=ffa_lora", "privacy=none"])
+    node = own_table(tmp_path, **keys)
+    assert refused(ask(config=plain), node) == "not-private"
+    assert not (tmp_path / "store" / "log.jsonl").exists()
+    assert trained(ask(config=plain), {**node, "allow-non-private": True}).steps == 2
+
+
+def test_a_cap_on_epsilon_is_a_cap_on_delta_too(
+    ask: Callable[..., Request], tmp_path: Path, settings: list[str]
+) -> None:
+    loose = compose([*settings, "method=ffa_lora", "privacy.delta=0.9", "privacy.epsilon=2.9"])
+    node = own_table(tmp_path, max_epsilon=3.0)
+    assert refused(ask(config=loose), node) == "delta"
+    assert not (tmp_path / "store" / "ledger.jsonl").exists()
+
+
+def test_describe_is_no_count_query(ask: Callable[..., Request], tmp_path: Path, settings: list[str]) -> None:
+    """What a real node declares does not depend on what the server's task selects."""
+    node = own_table(tmp_path)
+    counts = set()
+    for labels in ("[no,yes]", "[no,zzz]", "[zzz,yyy]"):
+        config = compose([*settings, "method=ffa_lora", f"task.labels={labels}"])
+        request = ask(config=config, phase="describe")
+        counts.add(unpack_description(answer_describe(pack_request(request), node)).examples)
+    assert counts == {ROWS}
+
+
+def test_a_real_node_without_a_usable_row_trains_on_noise(
+    ask: Callable[..., Request], tmp_path: Path, settings: list[str]
+) -> None:
+    config = compose([*settings, "method=ffa_lora", "task.labels=[zzz,yyy]"])
+    reply = trained(ask(config=config), own_table(tmp_path))
+    assert reply.examples == ROWS
+    assert all(bool((v != 0).all()) for v in reply.payload.adapter.values())
+
+
+def test_an_old_request_does_not_bring_back_an_old_head(
+    ask: Callable[..., Request], settings: list[str]
+) -> None:
+    config = compose([*settings, "method=ffa_lora", "task.head=local", "evaluation=none"])
+    spec = adapter_spec(config)
+    start = Payload({n: torch.zeros(s) for n, s in spec.b.items()})
+    requests = [ask(config=config, round=r, payload=start) for r in (1, 2)]
+    for request in requests:
+        trained(request)
+    kept = Path(requests[0].store) / "client-0"
+
+    def head() -> set[str]:
+        (file,) = (f for f in kept.rglob("*.json") if "kept-" in f.name)
+        return {
+            requests[i].fingerprint[:16] for i in (0, 1) if requests[i].fingerprint[:16] in file.read_text()
+        }
+
+    assert head() == {requests[1].fingerprint[:16]}
+    trained(requests[0])  # answered from the store
+    assert head() == {requests[1].fingerprint[:16]}
+
+
+def test_an_error_after_rows_were_drawn_crosses_as_its_kind_only(
+    ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from client_app import trainer
+    from privet.errors import ConfigError
+
+    def explode(*_: object, **__: object) -> None:
+        raise ConfigError("saw 13 rows in a micro-batch of 7")
+
+    monkeypatch.setattr(trainer.GradientEngine, "accumulate", explode)
+    failed = unpack_failure(answer(ask()))
+    assert failed is not None
+    assert (failed.kind, failed.reason, failed.uncharged) == (
+        "config",
+        "the node's own log has the reason",
+        False,
+    )
+
+
+def test_a_second_try_that_does_not_fit_is_not_called_uncharged(
+    ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from client_app import trainer
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.Trainer, "train_private", die)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            answer(ask())
+    failed = unpack_failure(answer(ask()))
+    assert failed is not None
+    assert (failed.kind, failed.uncharged) == ("budget", False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"max_epsilon": 3}, "did you mean 'max-epsilon'"),
+        ({"max-epsilon": 0.0}, "greater than 0"),
+        ({"max-epsilon": "3"}, "max-epsilon"),
+        ({"public-examples": 0}, "at least 1"),
+        ({"store": "relative/folder"}, "absolute"),
+    ],
+)
+def test_wrong_node_settings_are_refused_by_name(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refusal, match=words):
+        NodeConfig.read({"partition-id": 0, **keys})

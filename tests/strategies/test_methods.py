@@ -42,7 +42,7 @@ def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     ],
 )
 def test_numbers_of_a_round_are_the_papers(name: str, up: int, down: int, settings: list[str]) -> None:
-    config = compose([*settings, "model=roberta_base_random", f"method={name}"])
+    config = compose([*settings, "model=roberta_base_random", f"method={name}", "federation.rounds=3"])
     plan = make_plan(config).to_dict()
     assert (plan["per_round"]["upload_numbers"], plan["per_round"]["download_numbers"]) == (up, down)
     assert plan["per_round"]["upload_bytes"] == 4 * up
