@@ -17,7 +17,7 @@ import pytest
 
 from privet.launcher import launch
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("system")]
 
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "PRIVET_TEST_TAG"
