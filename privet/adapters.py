@@ -460,7 +460,10 @@ def check_model(config: Config) -> None:
     """
     model = config.model
     load_tokenizer(model)
-    limit = getattr(model_config(model, len(config.task.labels)), "max_position_embeddings", None)
+    settings = model_config(model, len(config.task.labels))
+    limit = getattr(settings, "max_position_embeddings", None)
+    if isinstance(limit, int) and "roberta" in str(settings.model_type):
+        limit -= 1 + (settings.pad_token_id or 0)  # RoBERTa counts positions from behind the padding id
     if isinstance(limit, int) and model.max_length > limit:
         raise ConfigError(
             f"model.max_length = {model.max_length} is not allowed: the model has {limit} positions"

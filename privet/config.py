@@ -376,7 +376,12 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if (isinstance(value, bool) and hint is not bool) or not isinstance(value, hint):
-        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        text = (
+            'a text (YAML reads a bare yes or no as true or false: write "yes")'
+            if isinstance(value, bool)
+            else "a text"
+        )
+        names = {int: "a whole number", float: "a number", str: text, bool: "true or false"}
         raise ConfigError(f"{key} = {'null' if value is None else repr(value)} is not allowed: {names[hint]}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{key} = {value} is not allowed: a finite number")
