@@ -45,7 +45,7 @@ class Evaluator:
         before = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
-            return predict(self.model, self.rows, self._pad_id, 128)
+            return predict(self.model, self.rows, self._pad_id, 32)
         finally:
             torch.set_num_threads(before)
 
