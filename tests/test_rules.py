@@ -143,7 +143,16 @@ def test_budgets_at_both_ends_give_a_number_within_them(
     from privet.cli import main
 
     assert (
-        main(["check", "--json", *settings, f"privacy.epsilon={target}", f"privacy.accountant={accountant}"])
+        main(
+            [
+                "check",
+                "--json",
+                *settings,
+                "federation.rounds=4",
+                f"privacy.epsilon={target}",
+                f"privacy.accountant={accountant}",
+            ]
+        )
         == 0
     )
     for client in json.loads(capsys.readouterr().out)["clients"]:
