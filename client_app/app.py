@@ -25,6 +25,18 @@ def train(message: Message, context: Context) -> Message:
     return _guarded(handle, message)
 
 
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Score the server's model, and the node's own where it has one."""
+
+    def handle() -> RecordDict:
+        from client_app.node import answer_evaluate
+
+        return answer_evaluate(message.content, context.node_config)
+
+    return _guarded(handle, message)
+
+
 @app.query("describe")
 def describe(message: Message, context: Context) -> Message:
     """Say who this node is."""

@@ -11,20 +11,24 @@ import hashlib
 import json
 import logging
 import math
-import re
+import secrets
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from flwr.app import RecordDict
 
+from client_app.memory import KeptArrays, commit, safe_run
 from client_app.node_config import NodeConfig
+from client_app.scoring import refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
-from privet.config import Config
+from privet.config import Config, PrivacyConfig
 from privet.data.collate import tokenise
+from privet.data.holdout import split_holdout
 from privet.data.tasks import snapshot
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
@@ -46,6 +50,7 @@ from privet.wire import (
     pack_description,
     pack_failure,
     pack_reply,
+    pack_scores,
     unpack_request,
 )
 from strategies.base import load_method
@@ -64,7 +69,7 @@ def answer_describe(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         name = node.name
         request = unpack_request(content)
         config = _checked_config(request)
-        examples = node.examples(config)
+        examples, _ = split_holdout(config, node.examples(config))
         return pack_description(
             Description(
                 node=node.name,
@@ -99,11 +104,29 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
                 known = _Phase(node, request, config, store, on_charge).run()
             else:
                 charged = True
-                _commit_kept(store, known[1])
+                commit(store, known[1]["kept"])
         return pack_reply(_reply_from(known))
     except PrivetError as error:
         # A store that cannot be read or written may hold a charge that this call does not know of.
         return _failure(error, name, uncharged=not charged and not isinstance(error, StoreError))
+
+
+def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> RecordDict:
+    """Answer a request for scores of the server's model and of this node's own."""
+    name = ""
+    try:
+        node = NodeConfig.read(raw_node_config)
+        name = node.name
+        request = unpack_request(content)
+        if request.node != node.name:
+            raise Refusal("another-node", "the request is for another node")
+        config = _checked_config(request)
+        refuse_unsafe(node, config.privacy)
+        with NodeStore(node.root(request.store), node.name) as store:
+            refuse_foreign_run(store, request)
+            return pack_scores(score_models(node, request, config, store))
+    except PrivetError as error:
+        return _failure(error, name, uncharged=True)
 
 
 def _failure(error: PrivetError, node: str, *, uncharged: bool) -> RecordDict:
@@ -127,6 +150,19 @@ def _checked_config(request: Request) -> Config:
     return Config.from_json(request.config)
 
 
+def refuse_unsafe(node: NodeConfig, privacy: PrivacyConfig) -> None:
+    """Refuse what this node's owner has not allowed, whatever the server asks."""
+    if not privacy.private and not node.allow_non_private:
+        raise Refusal("not-private", "this node trains with privacy=dp only (allow-non-private is not set)")
+    capped = node.max_epsilon is not None
+    if (capped or not node.simulated) and privacy.randomness == "seeded":
+        raise Refusal("seeded", "privacy.randomness=seeded is for simulations: it is not private")
+    if (capped or not node.simulated) and privacy.diagnostics:
+        raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
+    if node.max_delta is not None and privacy.delta is not None and privacy.delta > node.max_delta:
+        raise Refusal("delta", f"privacy.delta = {privacy.delta:g} is above this node's {node.max_delta:g}")
+
+
 class _Phase:
     """One phase on one node; a Session for the method's client half."""
 
@@ -143,74 +179,84 @@ class _Phase:
         self._config = config
         self._store = store
         self._on_charge = on_charge
-        self._kept: dict[str, str] = {}
+        self._kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
         self._flags: list[str] = []
         self._diagnostics: Diagnostics | None = None
 
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Check, charge, train, store; return what :func:`_reply_from` reads."""
         request, config = self._request, self._config
-        self._refuse_unsafe()
+        refuse_unsafe(self._node, config.privacy)
         method = load_method(config, adapter_spec(config))
         if request.phase not in (*method.phases, *method.warmup_phases):
             raise Refusal("phase", "the method has no such phase")
         adapter, head = method.download_shapes(request.phase)
         check_arrays(request.payload.adapter, adapter, "adapter")
         check_arrays(request.payload.head, head, "head")
-        examples = self._node.examples(config)
+        examples, _ = split_holdout(config, self._node.examples(config))
         declared = self._node.declared(len(examples))
         if declared < 1 or (len(examples) < 1 and not config.privacy.private):
             # Under DP a node without usable rows trains on empty draws: that it has none is private.
             raise Refusal("zero-rows", "this node has no rows")
         self._freeze(snapshot(examples), declared)
 
+        self._examples = examples
         self._steps = config.train.steps(declared)
         self._q = sampling_rate(config.train.batch_size, declared)
         self._declared = declared
         self._release = method.releases.get(request.phase)
         self._check_sigma()
-        device = pick_device(config.train.device)
-        torch.set_num_threads(config.train.threads)
-        self.model: AdaptedModel = load_model(
-            config, device=device, dtype=pick_dtype(config.train.dtype, device)
-        )
-        tokenizer = load_tokenizer(config.model)
-        rows = tokenise(tokenizer, examples, config.model.max_length)
-        self._trainer = Trainer(
-            self.model, rows, int(tokenizer.pad_token_id or 0), config.train, config.privacy
-        )
         payload = method.client(request.phase, request.payload, self)
         return self._finish(payload)
 
     # --- Session ---------------------------------------------------------------------------------
 
+    @property
+    def round(self) -> int:
+        """Number of the round."""
+        return self._request.round
+
+    @cached_property
+    def model(self) -> AdaptedModel:
+        """The model at its initial values; loaded when a phase first needs it."""
+        train = self._config.train
+        device = pick_device(train.device)
+        torch.set_num_threads(train.threads)
+        return load_model(self._config, device=device, dtype=pick_dtype(train.dtype, device))
+
     def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
         """Charge, then take the local steps."""
         if self._diagnostics is not None:
             raise Refusal("phase", "a phase trains once")
-        if not self._config.privacy.private:
+        config = self._config
+        tokenizer = load_tokenizer(config.model)
+        rows = tokenise(tokenizer, self._examples, config.model.max_length)
+        pad_id = int(tokenizer.pad_token_id or 0)
+        trainer = Trainer(self.model, rows, pad_id, config.train, config.privacy)
+        if not config.privacy.private:
             path = ("batches", self._request.round, self._request.phase, self._node.name)
-            order = child_seed(self._config.seed, *path)
-            self._diagnostics = self._trainer.train_plain(trainables, self._steps, order, lr=lr)
+            order = child_seed(config.seed, *path)
+            self._diagnostics = trainer.train_plain(trainables, self._steps, order, lr=lr)
             return
         self._charge()
-        seeded = self._config.privacy.randomness == "seeded"
-        seed = child_seed(self._config.seed, "noise", self._request.fingerprint) if seeded else None
-        randomness = make_randomness(self._config.privacy.randomness, seed)
+        seeded = config.privacy.randomness == "seeded"
+        seed = child_seed(config.seed, "noise", self._request.fingerprint) if seeded else None
+        randomness = make_randomness(config.privacy.randomness, seed)
         noise = Noise(self._q, self._request.sigma, randomness)
-        self._diagnostics = self._trainer.train_private(trainables, self._steps, noise, lr=lr)
+        self._diagnostics = trainer.train_private(trainables, self._steps, noise, lr=lr)
 
-    def recall(self, name: str) -> Arrays | None:
+    def chance(self, purpose: str) -> float:
+        """Return a number from U(0, 1) that the request and this node's secret decide."""
+        seed = self._config.seed if self._node.simulated else self._secret()
+        return child_seed(seed, purpose, self._request.round, self._node.name) / 2**63
+
+    def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
         """Return arrays that this node kept in an earlier phase of this run."""
-        kept = (self._store.load_json(_kept_name(self._request.run)) or {}).get("files", {})
-        return self._store.load_tensors(kept[name]) if name in kept else None
+        return self._kept.recall(name, this_round=this_round)
 
     def keep(self, name: str, arrays: Arrays) -> None:
-        """Write arrays beside the old ones; they take their place together with the stored reply."""
-        check_arrays(arrays, {n: tuple(v.shape) for n, v in arrays.items()}, name)
-        file = f"{name}-{self._request.fingerprint[:16]}"
-        self._store.save_tensors(file, arrays)
-        self._kept[name] = file
+        """Keep arrays; they take the place of older ones together with the stored reply."""
+        self._kept.keep(name, arrays)
 
     def flag(self, text: str) -> None:
         """Put a public remark on the reply."""
@@ -218,27 +264,19 @@ class _Phase:
 
     # --- duties ----------------------------------------------------------------------------------
 
-    def _refuse_unsafe(self) -> None:
-        """Refuse what this node's owner has not allowed, whatever the server asks."""
-        node, privacy = self._node, self._config.privacy
-        if not privacy.private and not node.allow_non_private:
-            raise Refusal(
-                "not-private", "this node trains with privacy=dp only (allow-non-private is not set)"
-            )
-        capped = node.max_epsilon is not None
-        if (capped or not node.simulated) and privacy.randomness == "seeded":
-            raise Refusal("seeded", "privacy.randomness=seeded is for simulations: it is not private")
-        if (capped or not node.simulated) and privacy.diagnostics:
-            raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
-        if node.max_delta is not None and privacy.delta is not None and privacy.delta > node.max_delta:
-            raise Refusal(
-                "delta", f"privacy.delta = {privacy.delta:g} is above this node's {node.max_delta:g}"
-            )
+    def _secret(self) -> int:
+        """Return this node's secret for the run; made at first use."""
+        name = f"secret-{safe_run(self._request.run)}"
+        kept = self._store.load_json(name)
+        if kept is None:
+            kept = {"secret": secrets.randbits(128)}
+            self._store.save_json(name, kept)
+        return int(kept["secret"])
 
     def _freeze(self, data: str, declared: int) -> None:
         """Hold the run to its first configuration, rows and order of rounds (design rule 13)."""
         request = self._request
-        name = f"run-{_safe(request.run)}"
+        name = f"run-{safe_run(request.run)}"
         facts = {
             "config": request.config_hash,
             "code": request.code_hash,
@@ -305,8 +343,12 @@ class _Phase:
         )
         ledger = self._store.ledger(privacy.delta, self._node.max_epsilon)
         place = (entry.run, entry.round, entry.phase)
-        if any((e.run, e.round, e.phase) == place for e in ledger.entries):
-            self._on_charge()  # an earlier try of this phase is in the ledger, whatever becomes of this one
+        earlier = [e for e in ledger.entries if (e.run, e.round, e.phase) == place]
+        if earlier:
+            self._on_charge()  # whatever becomes of this try, an earlier one is in the ledger
+        if any(e.request == entry.request for e in earlier):
+            # No reply is stored: that try was cut off. Another one would take more steps than the schedule has.
+            raise Refusal("charged", "this phase was charged before, and was cut off: it is not repeated")
         ledger.charge(entry, run_epsilon=privacy.epsilon, accountant=privacy.accountant)
         self._on_charge()
 
@@ -329,11 +371,11 @@ class _Phase:
             "flags": self._flags,
             "train_loss": _finite(seen.train_loss) if seen and open_run else None,
             "grad_norm": _finite(seen.grad_norm) if seen and open_run else None,
-            "kept": {"run": self._request.run, "round": self._request.round, "files": self._kept},
+            "kept": self._kept.pending(),
         }
         tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
-        self._store.save_reply(self._request.fingerprint, tensors, values, run=_safe(self._request.run))
-        _commit_kept(self._store, values)
+        self._store.save_reply(self._request.fingerprint, tensors, values, run=safe_run(self._request.run))
+        commit(self._store, values["kept"])
         return tensors, values
 
     def _log(self, seen: Diagnostics | None) -> None:
@@ -355,17 +397,6 @@ class _Phase:
             )  # the phase is paid for: its reply must not be lost
 
 
-def _commit_kept(store: NodeStore, values: Mapping[str, Any]) -> None:
-    """Point the node's kept arrays at those of a stored reply, unless a later round's are there already."""
-    kept = values["kept"]
-    if not kept["files"]:
-        return
-    name = _kept_name(kept["run"])
-    before = store.load_json(name) or {"round": 0, "files": {}}
-    if kept["round"] >= before["round"]:
-        store.save_json(name, {"round": kept["round"], "files": {**before["files"], **kept["files"]}})
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -378,14 +409,3 @@ def _reply_from(known: tuple[dict[str, Arrays], dict[str, Any]]) -> Reply:
     fields["flags"] = tuple(fields["flags"])
     payload = Payload(**{part: tensors.get(part, {}) for part in ("adapter", "head", "once")})
     return Reply(**fields, payload=payload)
-
-
-def _safe(run: str) -> str:
-    """Refuse run names that could leave the store's folder."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", run) or ".." in run:
-        raise Refusal("malformed", "the run's name may hold letters, digits, '.', '_' and '-' only")
-    return run
-
-
-def _kept_name(run: str) -> str:
-    return f"kept-{_safe(run)}"

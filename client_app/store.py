@@ -127,6 +127,14 @@ class NodeStore:
         raw = self._read(path)
         return None if raw is None else _decode(raw, path)[0]
 
+    def has_tensors(self, name: str) -> bool:
+        """Whether tensors are kept under `name`."""
+        return self._path("tensors", name, ".safetensors").exists()
+
+    def remove_tensors(self, name: str) -> None:
+        """Forget the tensors kept under `name`, if there are any."""
+        self._path("tensors", name, ".safetensors").unlink(missing_ok=True)
+
     def save_json(self, name: str, value: Any) -> None:
         """Replace the JSON value kept under `name`, atomically.
 

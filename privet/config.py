@@ -231,7 +231,11 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, checked."""
+    """All settings of a run, checked.
+
+    `evaluation` says who scores models: the server the global one on public rows, the clients the global and their
+    own on their `holdout` share of rows (under DP on public rows), both, or nobody.
+    """
 
     method: MethodConfig
     task: TaskConfig
@@ -239,9 +243,20 @@ class Config:
     privacy: PrivacyConfig
     federation: FederationConfig
     train: TrainConfig
-    evaluation: Literal["server", "none"]
+    evaluation: Literal["server", "client", "both", "none"]
+    holdout: Annotated[float, Bounds(gt=0, lt=1)]
     evaluate_every: Annotated[int, Bounds(ge=1)]
     seed: Annotated[int, Bounds(ge=0)]
+
+    @property
+    def scores_on_server(self) -> bool:
+        """Whether the server scores the global model."""
+        return self.evaluation in ("server", "both")
+
+    @property
+    def scores_on_clients(self) -> bool:
+        """Whether the clients score models."""
+        return self.evaluation in ("client", "both")
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Config:
@@ -487,7 +502,9 @@ def _check_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str
         if override.type is None or override.type.name != "CHANGE" or override.package is not None:
             raise ConfigError(f"'{text}' is not allowed: every key exists already, write {key}=VALUE")
         if override.is_sweep_override():
-            raise ConfigError(f"'{text}' is not allowed: one value a run (for a list write {key}=[a,b])")
+            raise ConfigError(
+                f"'{text}' is not allowed: one value a run; privet run -m takes several (for a list write {key}=[a,b])"
+            )
         if key in GROUPS:
             option = str(override.value())
             if option not in options(key):

@@ -72,8 +72,10 @@ def required_sigma(config: Config, q: float, steps: int) -> float:
 def warnings(config: Config, plans: Mapping[str, NodePlan]) -> list[str]:
     """Remarks on a plan that a person should read before running it."""
     out = []
+    if config.task.head == "local" and config.scores_on_server:
+        out.append("task.head=local: the server has no head, so it scores nothing; evaluation=client does")
     if not config.privacy.private:
-        return ["not private: privacy=none, the model may remember single rows"]
+        return ["not private: privacy=none, the model may remember single rows", *out]
     if config.privacy.randomness == "seeded":
         out.append("not private: privacy.randomness=seeded draws noise that can be repeated")
     if config.privacy.diagnostics:
@@ -89,6 +91,4 @@ def warnings(config: Config, plans: Mapping[str, NodePlan]) -> list[str]:
                 f"{plan.node}: train.batch_size = {config.train.batch_size} takes all of its {plan.examples} rows "
                 "at every step (q = 1, no amplification)"
             )
-    if config.task.head == "local" and config.evaluation == "server":
-        out.append("task.head=local: the server has no head, so it scores nothing")
     return out

@@ -1,4 +1,4 @@
-"""Logits of a model over many rows."""
+"""Logits and scores of a model over many rows."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def predict(model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> Ten
             out = torch.zeros(len(rows), logits.shape[1])
         out[torch.from_numpy(batch)] = logits
     return torch.zeros(0, 0) if out is None else out
+
+
+def score(model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
+    """Return accuracy and mean cross-entropy over the rows."""
+    logits = predict(model, rows, pad_id, size)
+    labels = torch.from_numpy(rows.labels)
+    return {
+        "accuracy": float((logits.argmax(1) == labels).float().mean()),
+        "loss": float(torch.nn.functional.cross_entropy(logits, labels)),
+    }

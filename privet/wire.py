@@ -100,6 +100,21 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What a node's evaluation came to: public numbers only, keyed ``global.accuracy``, ``personal.loss``, ...
+
+    `examples` is the number of rows that were scored.
+    """
+
+    node: str
+    request: str
+    config_hash: str
+    code_hash: str
+    examples: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Description:
     """A node's public self-description: its name, declared rows and versions."""
 
@@ -148,6 +163,12 @@ def pack_description(description: Description) -> RecordDict:
         }
     )
     return RecordDict({"description": record})
+
+
+def pack_scores(scores: Scores) -> RecordDict:
+    """Return the content of a node's scores."""
+    facts = {n: getattr(scores, n) for n in ("node", "request", "config_hash", "code_hash", "examples")}
+    return RecordDict({"scores": ConfigRecord(facts), "values": MetricRecord(dict(scores.values))})
 
 
 def pack_failure(failed: Failed) -> RecordDict:
@@ -207,6 +228,22 @@ def unpack_description(content: RecordDict) -> Description:
         )
     except (KeyError, TypeError, ValueError):
         raise Refusal("malformed", "the description lacks a field") from None
+
+
+def unpack_scores(content: RecordDict) -> Scores:
+    """Read a node's scores; raises Refusal ``"malformed"``, and ``"non-finite"`` for a value that is not."""
+    record, values = content.get("scores"), content.get("values")
+    if not isinstance(record, ConfigRecord) or not isinstance(values, MetricRecord):
+        raise Refusal("malformed", "the scores are missing")
+    types: dict[str, Any] = dict.fromkeys(("node", "request", "config_hash", "code_hash"), str)
+    try:
+        facts = {n: _typed(record[n], kind, n) for n, kind in {**types, "examples": int}.items()}
+    except KeyError:
+        raise Refusal("malformed", "the scores lack a field") from None
+    numbers = {str(n)[:80]: _typed(v, float, "values") for n, v in values.items()}
+    if not all(math.isfinite(v) for v in numbers.values()):
+        raise Refusal("non-finite", "a score is not finite")
+    return Scores(**facts, values=numbers)
 
 
 def unpack_failure(content: RecordDict) -> Failed | None:

@@ -10,12 +10,11 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run what the run configuration asks for; a failure leaves its reason in the run directory."""
     from privet.errors import PrivetError
-    from server_app.results import RunDirectory
-    from server_app.run import execute, run_directory
+    from server_app.run import execute, open_run
 
-    directory = RunDirectory(run_directory(context))
+    directory, resumed = open_run(context)
     try:
-        execute(grid, context, directory)
+        execute(grid, context, directory, resumed)
     except PrivetError as error:
         directory.fail(str(error))
         raise

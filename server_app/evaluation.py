@@ -12,7 +12,7 @@ from privet.config import Config
 from privet.data.collate import tokenise
 from privet.data.tasks import load_test
 from privet.devices import pick_device, pick_dtype
-from privet.predict import predict
+from privet.predict import score
 from strategies.rounds import from_record
 
 
@@ -38,21 +38,14 @@ class Evaluator:
         self._pad_id = int(tokenizer.pad_token_id or 0)
         self.rows = tokenise(tokenizer, load_test(config.task), config.model.max_length)
 
-    def logits(self, arrays: ArrayRecord) -> torch.Tensor:
-        """Return logits (test rows x labels) of a model given by its changed values."""
+    def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
+        """Return accuracy and mean cross-entropy of a model given by its changed values; an ``evaluate_fn``."""
         self.model.load(from_record(arrays))
         # Clients are idle while the server scores, so it may use every core for that while.
         before = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
-            return predict(self.model, self.rows, self._pad_id, 32)
+            scores = score(self.model, self.rows, self._pad_id, 32)
         finally:
             torch.set_num_threads(before)
-
-    def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
-        """Return accuracy and mean cross-entropy; Flower's ``evaluate_fn``."""
-        logits = self.logits(arrays)
-        labels = torch.from_numpy(self.rows.labels)
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        accuracy = (logits.argmax(1) == labels).float().mean()
-        return MetricRecord({"accuracy": float(accuracy), "loss": float(loss), "examples": len(labels)})
+        return MetricRecord({**scores, "examples": len(self.rows)})

@@ -2,31 +2,32 @@
 
 ``config.yaml``, ``events.jsonl`` (live), ``rounds.jsonl``, ``privacy.json``, ``communication.json``,
 ``summary.json``, ``checkpoints/`` and ``adapter/``. Every file is either appended to a line at a time or replaced
-whole, so that a killed run leaves readable files.
+whole, so that a killed run leaves readable files and can go on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from safetensors.torch import save
 
 from privet.adapters import export
 from privet.atomic import write_atomic
 from privet.config import Config
-from privet.errors import ConfigError
+from privet.errors import ConfigError, StoreError
 from privet.plan import NodePlan, warnings
 from privet.privacy.spending import Spending
 from privet.wire import PARTS, Arrays, Failed
 from server_app.card import privacy_card
+from strategies.checkpoint import Checkpoint
 
-WAYS = ("upload", "download", "requery")
+WAYS = ("upload", "download", "requery", "evaluate")
 
 
 class RunDirectory:
@@ -46,6 +47,9 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         if (path / "config.yaml").exists() or (path / "rounds.jsonl").exists():
             raise ConfigError(f"run-dir = {path} holds a run already: name another")
+        self._start(path)
+
+    def _start(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self.after_round: Callable[[], object] = lambda: None
@@ -54,6 +58,39 @@ class RunDirectory:
         self._traffic: list[dict[str, Any]] = []
         self._started = datetime.now(UTC)
         self._totals = dict.fromkeys(WAYS, 0)
+
+    @classmethod
+    def reopen(cls, path: Path, checkpoint: Checkpoint | None) -> RunDirectory:
+        """Open the directory of a run that was stopped, as it was after its checkpoint.
+
+        What was being written when it stopped is dropped; the checkpoint holds it.
+
+        Raises
+        ------
+        StoreError
+            If a finished round is missing.
+        """
+        self = cls.__new__(cls)
+        self._start(path)
+        done = checkpoint.round if checkpoint else 0
+        rounds = {r["round"]: r for r in _lines(path / "rounds.jsonl")}
+        traffic: dict[int, dict[str, Any]] = {}
+        if (path / "communication.json").exists():
+            raw = json.loads((path / "communication.json").read_text(encoding="utf-8"))
+            traffic = {r["round"]: r for r in raw["rounds"]}
+        for number in range(1, done + 1):
+            if number in rounds and number in traffic:
+                self._rounds.append(rounds[number])
+                self._add_traffic(traffic[number])
+            elif number < done:
+                raise StoreError(f"{path} has lost the record of round {number}")
+        _write(path / "rounds.jsonl", "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._rounds))
+        events = "".join(json.dumps(e, allow_nan=False) + "\n" for e in _lines(path / "events.jsonl"))
+        _write(path / "events.jsonl", events)
+        if checkpoint is not None:
+            self._started -= timedelta(seconds=checkpoint.seconds)
+        (path / "failure.json").unlink(missing_ok=True)
+        return self
 
     @property
     def void_rounds(self) -> list[int]:
@@ -81,11 +118,7 @@ class RunDirectory:
         """Append a finished round, and its traffic by node."""
         _append(self.path / "rounds.jsonl", record)
         self._rounds.append(record)
-        self._traffic.append({"round": record["round"], "nodes": dict(traffic)})
-        for way in WAYS:
-            self._totals[way] += sum(
-                sum(node[way]["bytes"].values()) for node in traffic.values() if way in node
-            )
+        self._add_traffic({"round": record["round"], "nodes": dict(traffic)})
         self._write_communication()
         self.after_round()
         self.event(
@@ -99,16 +132,27 @@ class RunDirectory:
             void=record["void"],
         )
 
-    def checkpoint(self, number: int, state: Arrays) -> None:
-        """Replace the checkpoint by the state after a round."""
+    def has_round(self, number: int) -> bool:
+        """Whether a round's record is there already."""
+        return any(r["round"] == number for r in self._rounds)
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Replace the run's checkpoint."""
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
-        name = f"round-{number:05d}.safetensors"
-        tensors = {k: v.contiguous() for k, v in state.items()}
-        write_atomic(folder / name, save(tensors, metadata={"round": str(number)}))
+        name = f"round-{checkpoint.round:05d}.safetensors"
+        seconds = (datetime.now(UTC) - self._started).total_seconds()
+        write_atomic(folder / name, dataclasses.replace(checkpoint, seconds=seconds).to_bytes())
         for old in folder.glob("round-*.safetensors"):
             if old.name != name:
                 old.unlink()
+
+    def _add_traffic(self, traffic: dict[str, Any]) -> None:
+        self._traffic.append(traffic)
+        for way in WAYS:
+            self._totals[way] += sum(
+                sum(node[way]["bytes"].values()) for node in traffic["nodes"].values() if way in node
+            )
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -204,6 +248,7 @@ class RunDirectory:
             "void_rounds": self.void_rounds,
             "failures": self.failures,
             "metrics": scored[-1] if scored else None,
+            "client_metrics": self._client_metrics(),
             "epsilon": privacy["max_epsilon"],
             "upload_numbers": self._numbers_per_client("upload"),
             "download_numbers": self._numbers_per_client("download"),
@@ -213,6 +258,11 @@ class RunDirectory:
                 p: version(p) for p in ("privet", "flwr", "torch", "transformers", "peft", "opacus")
             },
         }
+
+    def _client_metrics(self) -> dict[str, Any] | None:
+        """Means over the clients of their last scores."""
+        scored = [r["eval_clients"] for r in self._rounds if r.get("eval_clients")]
+        return {k: scored[-1][k] for k in ("global", "personal")} if scored else None
 
     def _numbers_per_client(self, way: str) -> int:
         """Adapter numbers of one client in the last round that had any."""
@@ -235,6 +285,19 @@ class RunDirectory:
             for part in PARTS
         }
         _write_json(self.path / "communication.json", {"rounds": self._traffic, "totals": totals})
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file; the last one may be torn."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
 
 
 def _append(path: Path, value: dict[str, Any]) -> None:

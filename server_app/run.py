@@ -28,6 +28,7 @@ from privet.wire import (
 from server_app.evaluation import Evaluator
 from server_app.plan import plan_event, plan_rounds
 from server_app.results import RunDirectory
+from server_app.saved import SavedRun, is_complete, last_checkpoint, load_config
 from strategies.base import load_method
 from strategies.rounds import Run, from_record, to_record
 
@@ -74,29 +75,58 @@ def run_directory(context: Context) -> Path:
     return (base / time.strftime(f"%Y%m%d-%H%M%S-{context.run_id}")).resolve()
 
 
-def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
-    """Run to the end and write the results."""
-    config = config_from(context.run_config)
+def open_run(context: Context) -> tuple[RunDirectory, Config | None]:
+    """Return the run's directory, and the saved configuration where the run is resumed.
+
+    Raises
+    ------
+    PrivetError
+        If a new run would write into another's directory, or there is nothing to resume.
+    """
+    path = run_directory(context)
+    if context.run_config.get("resume", False) is not True:
+        return RunDirectory(path), None
+    config = load_config(path)
+    if is_complete(path):
+        raise Refusal("resume", f"{path} is complete already")
+    return RunDirectory.reopen(path, last_checkpoint(path)), config
+
+
+def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Config | None = None) -> None:
+    """Run to the end and write the results; with the saved configuration, go on where the run stopped."""
+    config = resumed or config_from(context.run_config)
     torch.set_num_threads(config.train.threads)
-    run_id = f"{config.method.name}-{context.run_id}"
-    directory.begin(config, run_id)
+    saved = SavedRun.load(directory.path) if resumed else None
+    checkpoint = last_checkpoint(directory.path) if saved else None
+    if saved is not None:
+        saved.check(config)
+    run_id = saved.id if saved else f"{config.method.name}-{context.run_id}"
+    if resumed is None:
+        directory.begin(config, run_id)
     spec = adapter_spec(config)
     method = load_method(config, spec)
     store = str(directory.path / "nodes")
 
     found, absent = discover(grid, config, run_id, store)
-    directory.exclude(absent)
     if len(found) < config.federation.min_replies:
         reasons = [f"{f.node or 'a node'}: {f.reason}" for f in absent]
         needed = config.federation.min_replies
         raise Refusal(
             "nodes", f"{len(found)} of {needed} needed nodes can take part; {(reasons or ['-'])[0]}"
         )
-    schedule, plans = plan_rounds(config, method, {n: d.examples for n, (_, d) in found.items()})
+    if saved is None:
+        rounds, nodes = plan_rounds(config, method, {n: d.examples for n, (_, d) in found.items()})
+        saved = SavedRun(run_id, config.hash, code_hash(), rounds, nodes, absent)
+        saved.save(directory.path)
+    directory.exclude(saved.absent)
+    schedule, plans = saved.schedule, saved.nodes
     for text in warnings(config, plans):
         directory.event("note", text=text)
     directory.event("plan", **plan_event(config, method, plans))
     spending = Spending(config.privacy)
+    if checkpoint is not None:
+        spending.restore(checkpoint.spent)
+        directory.event("note", text=f"resumed after round {checkpoint.round}")
     method.bind(
         Run(
             id=run_id,
@@ -106,9 +136,10 @@ def execute(grid: Grid, context: Context, directory: RunDirectory) -> None:
             store=store,
             recorder=directory,
             spending=spending,
+            resumed=checkpoint,
         )
     )
-    evaluator = Evaluator(config) if config.evaluation == "server" and config.task.head != "local" else None
+    evaluator = Evaluator(config) if config.scores_on_server and config.task.head != "local" else None
     initial = initial_tensors(spec, config.seed, config.task.head)
     directory.after_round = lambda: directory.write_privacy(config, plans, spending)
     try:

@@ -20,7 +20,7 @@ from privet.errors import ConfigError
 from privet.trainables import Factors, Trainables
 from privet.wire import Arrays, Payload
 from strategies.merging import Merger, WeightedMean
-from strategies.rounds import RoundStrategy
+from strategies.rounds import RoundStrategy, check_payload
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,28 @@ class NoParams:
     """For methods without settings of their own."""
 
 
-class Session(Protocol):
+class Memory(Protocol):
+    """What a node has kept for a method."""
+
+    def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
+        """Return arrays that this node kept earlier in this run, or None.
+
+        With `this_round`, only what an earlier phase of this very round kept.
+        """
+        ...
+
+
+class Session(Memory, Protocol):
     """What a node offers a method's client half during one phase."""
 
     @property
     def model(self) -> AdaptedModel:
         """The node's model, at its initial values."""
+        ...
+
+    @property
+    def round(self) -> int:
+        """Number of the round, from 1."""
         ...
 
     def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
@@ -43,8 +59,12 @@ class Session(Protocol):
         """
         ...
 
-    def recall(self, name: str) -> Arrays | None:
-        """Return arrays that this node kept in an earlier round of this run, or None."""
+    def chance(self, purpose: str) -> float:
+        """Return a number from U(0, 1), the same for a repeated request.
+
+        In a simulation it follows from the run's seed; on a real node from a secret of the node, so that the
+        server cannot foresee it. It never depends on data.
+        """
         ...
 
     def keep(self, name: str, arrays: Arrays) -> None:
@@ -71,12 +91,15 @@ class LoraStrategy(RoundStrategy):
     Params : type
         Frozen dataclass of the method's own settings (``conf/method/<name>.yaml`` without name and tuned).
     phases : tuple of str
-        Message exchanges of one round, in order.
+        Message exchanges of one round, in order; those after the first go to the nodes that answered before.
     warmup_phases : tuple of str
         Message exchanges of one warm-up round.
     releases : mapping of str to str
         For each phase, what leaves a node under DP: ``"dp-sgd"`` (its arrays are post-processing of DP-SGD
         steps that the phase charges) or ``"post-processing"`` (of an earlier phase of the round; no charge).
+    dropout : {"accept", "requery", "void"}
+        What happens when a node answers a phase and not the next one: go on with the rest, repeat the phase with
+        what the rest had sent before (their merger is then a :class:`KeptMean`), or void the round.
     """
 
     Params: ClassVar[type] = NoParams
@@ -114,6 +137,10 @@ class LoraStrategy(RoundStrategy):
         """Return the adapter and head arrays that a valid reply carries."""
         return self.exchanged, self.shared_head
 
+    def check_upload(self, phase: str, payload: Payload) -> None:
+        """Raise Refusal unless a reply carries what it should."""
+        check_payload(payload, *self.upload_shapes(phase))
+
     def merger(self, phase: str, state: Arrays) -> Merger:
         """Return a fresh merger for the replies of a phase."""
         return WeightedMean()
@@ -139,7 +166,7 @@ class LoraStrategy(RoundStrategy):
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Run one phase on a node and return what leaves it."""
         session.model.load({**received.adapter, **self.client_head(received, session)})
-        session.train(Factors(session.model, [*self.exchanged, *self.trained_head]))
+        session.train(Factors(session.model, [*self.trained, *self.trained_head]))
         self.keep_head(session)
         return Payload(adapter=session.model.read(self.exchanged), head=session.model.read(self.shared_head))
 
@@ -147,7 +174,29 @@ class LoraStrategy(RoundStrategy):
         """Return the adapter and head arrays that a valid request carries."""
         return self.exchanged, self.shared_head
 
+    def personal(self, received: Payload, memory: Memory) -> Arrays | None:
+        """Return the values of the node's own model, for scoring; None where it has none.
+
+        Parameters
+        ----------
+        received : Payload
+            The server's model.
+        memory : Memory
+            What the node has kept.
+        """
+        head = memory.recall("head") if self.config.task.head == "local" else None
+        return None if head is None else {**received.adapter, **head}
+
     # --- pieces for both ------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Shapes:
+        """Adapter arrays in the clipped vector of a training step."""
+        return self.exchanged
+
+    def is_head(self, name: str) -> bool:
+        """Whether an array belongs to the head."""
+        return name in self.spec.head
 
     def head_of(self, state: Arrays) -> Arrays:
         """The shared head in a state."""
@@ -171,7 +220,7 @@ class LoraStrategy(RoundStrategy):
     @property
     def trained_numbers(self) -> int:
         """Numbers in the clipped vector of a training step: the adapter's part and the head."""
-        return count(self.exchanged) + count(self.trained_head)
+        return count(self.trained) + count(self.trained_head)
 
 
 _TARGET = re.compile(r"strategies\.[a-z][a-z0-9_]*\.[A-Z][A-Za-z0-9]*")

@@ -8,11 +8,12 @@ own loop sends one message a round and cannot resume; everything else here is Fl
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -31,16 +32,24 @@ from privet.wire import (
     Payload,
     Reply,
     Request,
+    Scores,
     check_arrays,
     code_hash,
     error_of,
-    pack_request,
     unpack_reply,
+    unpack_scores,
 )
-from strategies.merging import Merger
+from strategies.checkpoint import Checkpoint
+from strategies.exchange import Exchange, Mailbox, Traffic
+from strategies.merging import KeptMean, Merger
 
 NEEDS_ONCE = "needs-once"
 """Kind of refusal by which a node asks for one-off material again; it comes before any charge."""
+
+EVALUATE = "evaluate"
+"""Phase name of the requests that ask nodes for scores."""
+
+Dropout = Literal["accept", "requery", "void"]
 
 
 class Recorder(Protocol):
@@ -54,8 +63,12 @@ class Recorder(Protocol):
         """Append a finished round and its traffic by node."""
         ...
 
-    def checkpoint(self, number: int, state: Arrays) -> None:
-        """Write the state after a round, atomically."""
+    def has_round(self, number: int) -> bool:
+        """Whether a round's record is there already."""
+        ...
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Replace the run's checkpoint, atomically."""
         ...
 
 
@@ -66,9 +79,11 @@ class Run:
     Attributes
     ----------
     addresses : mapping of node name to Flower node id
-        New in every run; everything that lasts is keyed by name.
+        Those that are connected; new in every launch, so everything that lasts is keyed by name.
     store : str
         Folder for the nodes' stores in a simulation; empty in deployment.
+    resumed : Checkpoint or None
+        Where to go on; None from the beginning.
     """
 
     id: str
@@ -78,39 +93,26 @@ class Run:
     store: str
     recorder: Recorder
     spending: Spending
-
-
-@dataclass
-class Exchange:
-    """Running record of one phase."""
-
-    phase: str
-    sent: int
-    replied: list[str] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    seconds: float = 0.0
-    shown: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the entry for ``rounds.jsonl``."""
-        return {
-            "name": self.phase,
-            "seconds": round(self.seconds, 3),
-            "sent": self.sent,
-            "replied": len(self.replied),
-            "failed": [{"node": f.node, "reason": f"{f.kind}: {f.reason}"} for f in self.failed],
-        }
+    resumed: Checkpoint | None = None
 
 
 class RoundStrategy(Strategy):
-    """The loop. Subclasses say what is sent, what is accepted and how it is merged."""
+    """The loop. Subclasses say what is sent, what is accepted and how it is merged.
 
-    phases: ClassVar[tuple[str, ...]] = ("train",)
-    warmup_phases: ClassVar[tuple[str, ...]] = ("warmup",)
+    Attributes
+    ----------
+    round_number : int
+        The round that runs, from 1.
+    """
+
+    phases: tuple[str, ...] = ("train",)
+    warmup_phases: tuple[str, ...] = ("warmup",)
     releases: ClassVar[Mapping[str, str]] = {}
+    dropout: Dropout = "accept"
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.round_number = 0
         self._run: Run | None = None
         self._met: set[str] = set()
         self._informed: set[tuple[str, str]] = set()
@@ -122,8 +124,8 @@ class RoundStrategy(Strategy):
         """Return what a node is sent; with `once`, one-off material too."""
 
     @abstractmethod
-    def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
-        """Return the adapter and head arrays that a valid reply carries."""
+    def check_upload(self, phase: str, payload: Payload) -> None:
+        """Raise Refusal unless a reply carries what it should."""
 
     @abstractmethod
     def merger(self, phase: str, state: Arrays) -> Merger:
@@ -141,13 +143,23 @@ class RoundStrategy(Strategy):
     def model_values(self, state: Arrays) -> Arrays:
         """Return the factors and head that a state stands for."""
 
+    @abstractmethod
+    def is_head(self, name: str) -> bool:
+        """Whether an array belongs to the head."""
+
+    def accepted_loss(self, phase: str, state: Arrays, earlier: KeptMean, left: Sequence[str]) -> str:
+        """Return a line on what is lost where ``dropout`` is accept and nodes fell out before `phase`."""
+        return ""
+
     # --- the loop --------------------------------------------------------------------------------
 
     def bind(self, run: Run) -> None:
         """Give the strategy its run; needed once, before :meth:`start`."""
         self._run = run
-        self._met = set()  # nodes that have answered
-        self._informed = set()  # (phase, node) that have had the phase's one-off material
+        resumed = run.resumed
+        self._met = set(resumed.met) if resumed else set()  # nodes that have answered
+        # (phase, node) that have had the phase's one-off material
+        self._informed = set(resumed.informed) if resumed else set()
 
     @property
     def run(self) -> Run:
@@ -168,6 +180,8 @@ class RoundStrategy(Strategy):
     ) -> Result:
         """Run the bound schedule and return Flower's result; its arrays are the final state.
 
+        A run that is resumed goes on after its checkpoint.
+
         Parameters
         ----------
         grid : Grid
@@ -183,35 +197,53 @@ class RoundStrategy(Strategy):
         evaluate_fn : callable, optional
             Scores ``model_values`` after every training round: (round, arrays) -> metrics.
         """
-        state = from_record(initial_arrays)
         result = Result(arrays=initial_arrays)
-        for plan in self.run.schedule.rounds:
+        state, first = from_record(initial_arrays), 0
+        resumed, recorder = self.run.resumed, self.run.recorder
+        rounds = self.run.schedule.rounds
+
+        def conclude(plan: Round, record: dict[str, Any], traffic: Traffic, started: float) -> None:
+            """Score the round where that is due, then record it."""
+            if self._is_scored(plan):
+                if evaluate_fn is not None:
+                    metrics = self._score(evaluate_fn, plan.number, state)
+                    if metrics is not None:
+                        result.evaluate_metrics_serverapp[plan.number] = metrics
+                        record["eval"] = {k: _finite(v) for k, v in metrics.items()}
+                if self.config.scores_on_clients:
+                    record["eval_clients"] = self._ask_scores(grid, plan, state, traffic, timeout)
+            record["seconds"] = round(record["seconds"] + time.monotonic() - started, 3)
+            recorder.round(record, traffic.nodes)
+
+        if resumed is not None:
+            state, first = resumed.state, resumed.round
+            if not recorder.has_round(first):
+                self.round_number = first
+                traffic = Traffic(resumed.traffic)
+                conclude(rounds[first - 1], dict(resumed.record), traffic, time.monotonic())
+        for plan in rounds[first:]:
             if self.run.schedule.warmup_rounds and plan.number == self.run.schedule.warmup_rounds + 1:
                 state = self.finish_warmup(state)
+            self.round_number = plan.number
             started = time.monotonic()
             next_state, exchanges, traffic = self._round(grid, plan, state, timeout)
             void = next_state is None
             state = state if next_state is None else next_state
-            self.run.recorder.checkpoint(plan.number, state)
-            metrics = None
-            if evaluate_fn is not None and self._is_scored(plan):
-                metrics = self._score(evaluate_fn, plan.number, state)
-            if metrics is not None:
-                result.evaluate_metrics_serverapp[plan.number] = metrics
-            self._record(plan, exchanges, traffic, metrics, void, time.monotonic() - started)
+            record = self._record(plan, exchanges, traffic, void, time.monotonic() - started)
+            recorder.checkpoint(
+                Checkpoint(
+                    round=plan.number,
+                    state=state,
+                    met=sorted(self._met),
+                    informed=sorted(self._informed),
+                    spent=self.run.spending.to_json(),
+                    record=record,
+                    traffic=traffic.nodes,
+                )
+            )
+            conclude(plan, record, traffic, time.monotonic())
         result.arrays = to_record(state)
         return result
-
-    def _score(
-        self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], number: int, state: Arrays
-    ) -> MetricRecord | None:
-        """Score a state; a score that fails is noted and costs the run nothing else."""
-        try:
-            return evaluate_fn(number, to_record(self.model_values(state)))
-        except Exception as error:
-            text = f"round {number} has no score: {type(error).__name__}"
-            self.run.recorder.event("note", text=text)
-            return None
 
     def _is_scored(self, plan: Round) -> bool:
         """Whether a round is followed by a score: every few training rounds, and the last one."""
@@ -221,16 +253,35 @@ class RoundStrategy(Strategy):
 
     def _round(
         self, grid: Grid, plan: Round, state: Arrays, timeout: float
-    ) -> tuple[Arrays | None, list[Exchange], dict[str, dict[str, Any]]]:
+    ) -> tuple[Arrays | None, list[Exchange], Traffic]:
         """Run all phases of a round; the state is None where the round is void."""
         nodes: Sequence[str] = plan.nodes
         exchanges: list[Exchange] = []
-        traffic: dict[str, dict[str, Any]] = {}
+        traffic = Traffic()
+        earlier: tuple[str, Arrays, Merger] | None = None
+        enough = self.config.federation.min_replies
         for phase in plan.phases:
             exchange, merger = self._exchange(grid, plan, phase, nodes, state, traffic, timeout)
             exchanges.append(exchange)
-            if len(exchange.replied) < self.config.federation.min_replies:
+            left = sorted(exchange.replied)
+            if len(left) < enough:
                 return None, exchanges, traffic
+            if earlier is not None and len(left) < len(nodes):
+                # What this phase was sent was made with the replies of nodes that are gone by now.
+                if self.dropout == "void":
+                    return None, exchanges, traffic
+                name, before, kept = earlier
+                assert isinstance(kept, KeptMean), "a method with several phases keeps the earlier replies"
+                if self.dropout == "accept":
+                    self._note(self.accepted_loss(phase, state, kept, left), plan)
+                else:
+                    state = self.update(name, before, kept.only(left).mean())
+                    again = self._exchange(grid, plan, phase, left, state, traffic, timeout, "requery")
+                    exchange, merger = again
+                    exchanges.append(exchange)
+                    if len(exchange.replied) < len(left):
+                        return None, exchanges, traffic
+            earlier = phase, state, merger
             state = self.update(phase, state, merger.mean())
             nodes = sorted(exchange.replied)
         return state, exchanges, traffic
@@ -242,10 +293,14 @@ class RoundStrategy(Strategy):
         phase: str,
         nodes: Sequence[str],
         state: Arrays,
-        traffic: dict[str, dict[str, Any]],
+        traffic: Traffic,
         timeout: float,
+        way: str = "",
     ) -> tuple[Exchange, Merger]:
-        """Send one phase to `nodes` and merge the valid replies as they come."""
+        """Send one phase to `nodes` and merge the valid replies as they come.
+
+        With `way`, all traffic counts as that and not as download and upload.
+        """
         recorder = self.run.recorder
         merger = self.merger(phase, state)
         exchange = Exchange(phase, len(nodes))
@@ -253,66 +308,53 @@ class RoundStrategy(Strategy):
             "phase", round=plan.number, of=len(self.run.schedule.rounds), phase=phase, sent=len(nodes)
         )
         started = time.monotonic()
-        pending: dict[str, Request] = {}
         resent: set[str] = set()
 
-        def send(requests: Iterable[Request], way: str = "download") -> None:
-            batch = list(requests)
-            messages = [self._message(r, timeout) for r in batch]
-            for request, identifier in zip(batch, grid.push_messages(messages), strict=True):
-                _count(traffic, request.node, way, request.payload)
-                if identifier:
-                    pending[identifier] = request
-                else:
-                    settle(request, Failed(request.node, "undelivered", "Flower could not queue the message"))
+        def request(node: str, once: bool, way: str) -> Request:
+            made = self._request(plan, phase, node, self.download(phase, state, once))
+            traffic.add(node, way, made.payload)
+            return made
 
-        def settle(request: Request, outcome: Reply | Failed) -> None:
+        box = Mailbox(grid, self.run.addresses, timeout, MessageType.TRAIN)
+        box.send([request(n, (phase, n) not in self._informed, way or "download") for n in nodes])
+        for asked, answer in box.answers():
+            outcome = answer if isinstance(answer, Failed) else self._judge(asked, answer)
+            if isinstance(outcome, Failed) and outcome.kind == NEEDS_ONCE and asked.node not in resent:
+                resent.add(asked.node)
+                box.send([request(asked.node, True, "requery")])
+                continue
+            self._charge(plan, phase, asked, outcome)
             if isinstance(outcome, Failed):
-                exchange.failed.append(Failed(request.node, outcome.kind, outcome.reason))
+                exchange.failed.append(Failed(asked.node, outcome.kind, outcome.reason))
             else:
-                exchange.replied.append(request.node)
-                self._met.add(request.node)
-                if "store-lost" in outcome.flags:
-                    recorder.event("note", text=f"{request.node} lost its store and starts afresh")
-                self._informed.add((phase, request.node))
-                merger.add(request.node, outcome.payload, self.weight(outcome))
-                _count(traffic, request.node, "upload", outcome.payload)
-                exchange.shown.append((outcome.train_loss, outcome.grad_norm, outcome.examples))
-            self._charge(plan, phase, request, outcome)
+                self._take(exchange, merger, asked, outcome)
+                traffic.add(asked.node, way or "upload", outcome.payload)
             recorder.event(
                 "reply",
                 round=plan.number,
                 phase=phase,
-                node=request.node,
+                node=asked.node,
                 done=len(exchange.replied) + len(exchange.failed),
                 sent=exchange.sent,
                 ok=isinstance(outcome, Reply),
                 reason=outcome.reason if isinstance(outcome, Failed) else None,
             )
-
-        send(self._request(plan, phase, n, state, (phase, n) not in self._informed) for n in nodes)
-        late = False
-        while pending and not late:
-            late = time.monotonic() - started >= timeout  # replies that are there by then still count
-            answers = list(grid.pull_messages(list(pending)))
-            for message in answers:
-                request = pending.pop(message.metadata.reply_to_message_id, None)
-                if request is None:
-                    continue
-                outcome = self._judge(request, message)
-                if isinstance(outcome, Failed) and outcome.kind == NEEDS_ONCE and request.node not in resent:
-                    resent.add(request.node)
-                    send([self._request(plan, phase, request.node, state, True)], "requery")
-                else:
-                    settle(request, outcome)
-            if pending and not answers and not late:
-                time.sleep(0.1)
-        for request in pending.values():
-            settle(request, Failed(request.node, "timeout", f"no reply within {timeout:g} s"))
         exchange.seconds = time.monotonic() - started
         return exchange, merger
 
-    def _request(self, plan: Round, phase: str, node: str, state: Arrays, once: bool) -> Request:
+    def _take(self, exchange: Exchange, merger: Merger, asked: Request, reply: Reply) -> None:
+        """Merge a valid reply."""
+        exchange.replied.append(asked.node)
+        exchange.shown.append((reply.train_loss, reply.grad_norm, reply.examples))
+        if reply.flags:
+            exchange.flags[asked.node] = sorted(reply.flags)
+        if "store-lost" in reply.flags:
+            self.run.recorder.event("note", text=f"{asked.node} lost its store and starts afresh")
+        self._met.add(asked.node)
+        self._informed.add((asked.phase, asked.node))
+        merger.add(asked.node, reply.payload, self.weight(reply))
+
+    def _request(self, plan: Round, phase: str, node: str, payload: Payload) -> Request:
         node_plan = self.run.nodes[node]
         return Request(
             run=self.run.id,
@@ -326,17 +368,10 @@ class RoundStrategy(Strategy):
             sigma=node_plan.sigma,
             planned_steps=node_plan.planned_steps,
             met=node in self._met,
-            payload=self.download(phase, state, once),
+            payload=payload,
         )
 
-    def _message(self, request: Request, timeout: float) -> Message:
-        return Message(
-            content=pack_request(request),
-            message_type=MessageType.TRAIN,
-            dst_node_id=self.run.addresses[request.node],
-            group_id=f"{request.round}-{request.phase}",
-            ttl=timeout + 60,
-        )
+    # --- judging ---------------------------------------------------------------------------------
 
     def _judge(self, request: Request, message: Message) -> Reply | Failed:
         """Return the reply, or why it is refused (design section 3)."""
@@ -345,12 +380,7 @@ class RoundStrategy(Strategy):
             return failed
         try:
             reply = unpack_reply(message.content)
-            if reply.node != request.node or reply.request != request.fingerprint:
-                raise Refusal("mismatch", "the reply answers another request")
-            if reply.config_hash != request.config_hash:
-                raise Refusal("config-hash", "the node has another configuration")
-            if reply.code_hash != request.code_hash:
-                raise Refusal("code-hash", "the node runs other code")
+            _check_origin(request, reply)
             plan = self.run.nodes[request.node]
             if reply.examples < 1:
                 raise Refusal("zero-rows", "the node trained on no rows")
@@ -360,10 +390,7 @@ class RoundStrategy(Strategy):
                 raise Refusal("plan", "the node's rows or steps are not the planned ones")
             if private and (reply.q != plan.q or reply.sigma != request.sigma):
                 raise Refusal("plan", "the node's q or sigma is not the planned one")
-            adapter, head = self.upload_shapes(request.phase)
-            check_arrays(reply.payload.adapter, adapter, "adapter")
-            check_arrays(reply.payload.head, head, "head")
-            check_arrays(reply.payload.once, {}, "once")
+            self.check_upload(request.phase, reply.payload)
         except Refusal as refusal:
             return Failed(request.node, refusal.kind, str(refusal))
         except Exception as error:  # whatever a reply can provoke is its node's failure, not the run's
@@ -388,25 +415,80 @@ class RoundStrategy(Strategy):
         step = Step(node_plan.q, request.sigma, node_plan.steps_per_round)
         self.run.spending.add(request.node, plan.number, phase, step)
 
+    # --- scores ----------------------------------------------------------------------------------
+
+    def _score(
+        self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], number: int, state: Arrays
+    ) -> MetricRecord | None:
+        """Score a state; a score that fails is noted and costs the run nothing else."""
+        try:
+            return evaluate_fn(number, to_record(self.model_values(state)))
+        except Exception as error:
+            text = f"round {number} has no score: {type(error).__name__}"
+            self.run.recorder.event("note", text=text)
+            return None
+
+    def _ask_scores(
+        self, grid: Grid, plan: Round, state: Arrays, traffic: Traffic, timeout: float
+    ) -> dict[str, Any]:
+        """Ask every node to score the model, and its own where it has one; return means and spread.
+
+        A node that cannot is named and costs the run nothing else.
+        """
+        values = self.model_values(state)
+        payload = Payload(
+            adapter={n: v for n, v in values.items() if not self.is_head(n)},
+            head={n: v for n, v in values.items() if self.is_head(n)},
+        )
+        box = Mailbox(grid, self.run.addresses, timeout, MessageType.EVALUATE)
+        requests = [self._request(plan, EVALUATE, node, payload) for node in sorted(self.run.nodes)]
+        for request in requests:
+            traffic.add(request.node, EVALUATE, payload)
+        box.send(requests)
+        scores: dict[str, dict[str, float]] = {}
+        failed: list[dict[str, str]] = []
+        for asked, answer in box.answers():
+            outcome = answer if isinstance(answer, Failed) else self._judge_scores(asked, answer)
+            if isinstance(outcome, Failed):
+                failed.append({"node": asked.node, "reason": f"{outcome.kind}: {outcome.reason}"})
+            else:
+                scores[asked.node] = outcome.values
+        return {
+            **{model: spread(scores, model) for model in ("global", "personal")},
+            "nodes": dict(sorted(scores.items())),
+            "failed": sorted(failed, key=lambda f: f["node"]),
+        }
+
+    def _judge_scores(self, request: Request, message: Message) -> Scores | Failed:
+        failed = error_of(message)
+        if failed is not None:
+            return failed
+        try:
+            scores = unpack_scores(message.content)
+            _check_origin(request, scores)
+        except Refusal as refusal:
+            return Failed(request.node, refusal.kind, str(refusal))
+        except Exception as error:
+            return Failed(request.node, "malformed", f"the scores cannot be read ({type(error).__name__})")
+        return scores
+
+    # --- records ---------------------------------------------------------------------------------
+
     def _record(
-        self,
-        plan: Round,
-        exchanges: list[Exchange],
-        traffic: dict[str, dict[str, Any]],
-        metrics: MetricRecord | None,
-        void: bool,
-        seconds: float,
-    ) -> None:
-        """Write the round's line and tell who watches."""
-        scores = None if metrics is None else {k: _finite(v) for k, v in metrics.items()}
-        record = {
+        self, plan: Round, exchanges: list[Exchange], traffic: Traffic, void: bool, seconds: float
+    ) -> dict[str, Any]:
+        """Return the round's line, still without a score."""
+        trained = [e for e in exchanges if self.releases.get(e.phase) == "dp-sgd"]
+        shown = trained[-1].shown if trained else []
+        return {
             "round": plan.number,
             "phases": [e.summary() for e in exchanges],
-            "train_loss": _mean([(loss, n) for loss, _, n in exchanges[-1].shown]),
-            "grad_norm": _mean([(norm, n) for _, norm, n in exchanges[-1].shown]),
-            "eval": scores,
+            "train_loss": _mean([(loss, n) for loss, _, n in shown]),
+            "grad_norm": _mean([(norm, n) for _, norm, n in shown]),
+            "eval": None,
+            "eval_clients": None,
             **{
-                f"{way}_{what}": sum(t[way][what]["adapter"] for t in traffic.values() if way in t)
+                f"{way}_{what}": traffic.total(way, what)
                 for way in ("upload", "download")
                 for what in ("numbers", "bytes")
             },
@@ -414,7 +496,10 @@ class RoundStrategy(Strategy):
             "seconds": round(seconds, 3),
             "void": void,
         }
-        self.run.recorder.round(record, traffic)
+
+    def _note(self, text: str, plan: Round) -> None:
+        if text:
+            self.run.recorder.event("note", text=f"round {plan.number}: {text}")
 
     # --- Flower's own loop, which start() replaces ------------------------------------------------
 
@@ -433,7 +518,7 @@ class RoundStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask no node: the server scores the global model on the public test set."""
+        """Not called: :meth:`start` asks the nodes for scores itself."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -442,6 +527,23 @@ class RoundStrategy(Strategy):
 
     def summary(self) -> None:
         """Nothing to log: the plan is printed before the run."""
+
+
+def spread(scores: Mapping[str, Mapping[str, float]], model: str) -> dict[str, float] | None:
+    """Return mean and standard deviation over nodes of every metric of one model; None without any.
+
+    Nodes count alike, as the papers' mean over clients' models does; the deviation is the sample's.
+    """
+    out: dict[str, float] = {}
+    names = sorted({n for values in scores.values() for n in values if n.startswith(f"{model}.")})
+    for name in names:
+        each = [values[name] for values in scores.values() if name in values]
+        short = name.removeprefix(f"{model}.")
+        out[short] = statistics.fmean(each)
+        out[f"{short}_std"] = statistics.stdev(each) if len(each) > 1 else 0.0
+    if not names:
+        return None
+    return {**out, "nodes": sum(any(n.startswith(f"{model}.") for n in v) for v in scores.values())}
 
 
 def to_record(arrays: Arrays) -> ArrayRecord:
@@ -456,6 +558,23 @@ def from_record(record: ArrayRecord) -> Arrays:
     return {n: torch.from_numpy(a.numpy().copy()) for n, a in record.items()}
 
 
+def check_payload(payload: Payload, adapter: Shapes, head: Shapes) -> None:
+    """Refuse a payload that is not exactly these arrays, without one-off material."""
+    check_arrays(payload.adapter, adapter, "adapter")
+    check_arrays(payload.head, head, "head")
+    check_arrays(payload.once, {}, "once")
+
+
+def _check_origin(request: Request, answer: Reply | Scores) -> None:
+    """Refuse an answer to something else, or by other code or another configuration."""
+    if answer.node != request.node or answer.request != request.fingerprint:
+        raise Refusal("mismatch", "the reply answers another request")
+    if answer.config_hash != request.config_hash:
+        raise Refusal("config-hash", "the node has another configuration")
+    if answer.code_hash != request.code_hash:
+        raise Refusal("code-hash", "the node runs other code")
+
+
 def _finite(value: Any) -> Any:
     """JSON has no infinities; a diverged loss is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -466,11 +585,3 @@ def _mean(values: Sequence[tuple[float, int]]) -> float | None:
     known = [(v, n) for v, n in values if math.isfinite(v)]
     total = sum(n for _, n in known)
     return sum(v * n for v, n in known) / total if total else None
-
-
-def _count(traffic: dict[str, dict[str, Any]], node: str, way: str, payload: Payload) -> None:
-    """Add a payload to the node's traffic of this round."""
-    entry = traffic.setdefault(node, {}).setdefault(way, {"numbers": {}, "bytes": {}})
-    for what, counts in (("numbers", payload.numbers()), ("bytes", payload.bytes())):
-        for part, amount in counts.items():
-            entry[what][part] = entry[what].get(part, 0) + amount

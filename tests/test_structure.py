@@ -52,6 +52,8 @@ def test_every_method_has_one_file_and_one_yaml() -> None:
     assert {f.stem for f in (ROOT / "conf" / "method").glob("*.yaml")} == files - {
         "__init__",
         "base",
+        "checkpoint",
+        "exchange",
         "merging",
         "rounds",
     }

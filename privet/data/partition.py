@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from privet.config import Config, FederationConfig, unknown
+from privet.data.holdout import split_holdout
 from privet.data.tasks import CLIENT, LABEL, Examples, load_client_file, load_task
 from privet.errors import ConfigError, DataError
 
@@ -77,10 +78,13 @@ def client_examples(cfg: Config, client: int) -> Examples:
 
 
 def declared_rows(cfg: Config) -> list[int]:
-    """Return every simulated client's number of training rows; raises as :func:`client_examples` does."""
+    """Return every simulated client's number of rows that train; raises as :func:`client_examples` does."""
     if _own_files(cfg):
-        return [len(load_client_file(cfg.task, client)) for client in range(cfg.federation.clients)]
-    return [len(part) for part in partition(cfg.federation, _train(cfg), cfg.seed)]
+        parts = [load_client_file(cfg.task, client) for client in range(cfg.federation.clients)]
+    else:
+        train = _train(cfg)
+        parts = [train.take(rows) for rows in partition(cfg.federation, train, cfg.seed)]
+    return [len(split_holdout(cfg, part)[0]) for part in parts]
 
 
 def _own_files(cfg: Config) -> bool:

@@ -6,7 +6,8 @@ happened. A request without a valid reply counts in full, since its node may hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from privet.config import PrivacyConfig
@@ -70,3 +71,14 @@ class Spending:
             }
             for s in self._spent.get(node, [])
         ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything recorded as plain JSON, for a checkpoint."""
+        return {node: [asdict(s) for s in spent] for node, spent in self._spent.items()}
+
+    def restore(self, recorded: Mapping[str, Any]) -> None:
+        """Take over what :meth:`to_json` returned."""
+        self._spent = {
+            node: [Spent(s["round"], s["phase"], Step(**s["step"])) for s in spent]
+            for node, spent in recorded.items()
+        }

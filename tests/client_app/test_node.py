@@ -435,7 +435,7 @@ def test_an_error_after_rows_were_drawn_crosses_as_its_kind_only(
     )
 
 
-def test_a_second_try_that_does_not_fit_is_not_called_uncharged(
+def test_a_phase_that_was_cut_off_is_neither_repeated_nor_called_uncharged(
     ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from client_app import trainer
@@ -444,12 +444,14 @@ def test_a_second_try_that_does_not_fit_is_not_called_uncharged(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer.Trainer, "train_private", die)
+    with pytest.raises(KeyboardInterrupt):
+        answer(ask())
+    monkeypatch.undo()
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            answer(ask())
-    failed = unpack_failure(answer(ask()))
-    assert failed is not None
-    assert (failed.kind, failed.uncharged) == ("budget", False)
+        assert refused(ask(), uncharged=False) == "charged"
+    assert entries(ask()) == 1
+    trained(ask(round=2))
+    assert [(e.round, e.steps) for e in ledger(ask()).entries] == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(

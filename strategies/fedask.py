@@ -1,0 +1,229 @@
+"""FedASK: exact aggregation of low-rank products in two message phases (arXiv abstract and released code).
+
+A round asks the same nodes twice. ``sketch``: a node trains and sends ``Y_k = B_k (A_k Omega)`` for a random
+Omega that both sides draw from the run's seed; the server takes an orthonormal basis Q of the mean. ``project``:
+the node sends ``Z_k = A_k^T (B_k^T Q)``, and the server splits ``Q (mean Z)^T``, the mean of the products
+``B_k A_k`` as far as Q covers it, into new factors by an SVD cut to the rank.
+
+Under DP only B trains, so the mean product has at most the rank r: it is aggregated exactly, with any
+oversampling. Without DP both factors train, and what lies beyond rank r is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from privet.adapters import AdapterSpec, Shapes, TargetModule
+from privet.config import Bounds, Config
+from privet.errors import ConfigError, Refusal
+from privet.lowrank import basis, checksum, omega, project, sketch, split, split_product, tail, vanished
+from privet.trainables import Factors
+from privet.wire import Arrays, Payload
+from strategies.base import LoraStrategy, Session
+from strategies.merging import KeptMean, Merger, WeightedMean
+
+_CHECKSUM = "omega"
+
+
+@dataclass(frozen=True)
+class FedASKParams:
+    """Settings of FedASK.
+
+    Attributes
+    ----------
+    clip : {"B", "W"}
+        What the clip bounds under DP: the gradient of the factors that train (the released code), or of the
+        full weight, dl/dW, with noise ``N(0, sigma^2 C^2)`` on dl/dW too (the paper). Same epsilon.
+    transport : {"sketch", "factor"}
+        ``factor``, under DP only: nodes send B_k itself in one phase, which with a common A comes to the same.
+    sketch_oversampling : int
+        p; a sketch has r + p columns.
+    omega : {"fresh", "fixed"}
+        A new Omega every round, or one for the whole run.
+    sigma_split : float
+        Power of the singular values that goes to B: 0.5 is the paper's balanced split, 1 is FedSVD's.
+    stage2_dropout : {"requery", "accept", "void"}
+        When a node sends Y_k and then no Z_k, Q spans what it no longer should: make Q again from the rest and ask
+        them once more, go on and note the loss, or void the round.
+    """
+
+    clip: Literal["B", "W"]
+    transport: Literal["sketch", "factor"]
+    sketch_oversampling: Annotated[int, Bounds(ge=0)]
+    omega: Literal["fresh", "fixed"]
+    sigma_split: Annotated[float, Bounds(ge=0)]
+    stage2_dropout: Literal["requery", "accept", "void"]
+
+    def __post_init__(self) -> None:
+        if self.sigma_split > 1:
+            raise ConfigError(f"method.sigma_split = {self.sigma_split} is not allowed: 0 to 1")
+
+
+class FedASK(LoraStrategy):
+    """Train (under DP: B), sketch, project, split; or under DP send B and split the product."""
+
+    Params = FedASKParams
+    releases: ClassVar[Mapping[str, str]] = {
+        "sketch": "dp-sgd",
+        "project": "post-processing",
+        "train": "dp-sgd",
+    }
+
+    def __init__(self, config: Config, spec: AdapterSpec) -> None:
+        super().__init__(config, spec)
+        self.private = config.privacy.private
+        for name, neutral in (("transport", "sketch"), ("clip", "B")):
+            value = getattr(self.params, name)
+            if value != neutral and not self.private:
+                raise ConfigError(f"method.{name} = {value} is not allowed with privacy=none: {neutral}")
+        sketches = self.params.transport == "sketch"
+        self.phases = ("sketch", "project") if sketches else ("train",)
+        self.dropout = self.params.stage2_dropout
+
+    @property
+    def exchanged(self) -> Shapes:
+        """Both factors: the download of a round."""
+        return self.spec.lora
+
+    @property
+    def trained(self) -> Shapes:
+        """B under DP, else both factors."""
+        return self.spec.b if self.private else self.spec.lora
+
+    # --- server half -----------------------------------------------------------------------------
+
+    def download(self, phase: str, state: Arrays, once: bool) -> Payload:
+        """Send the factors, and in the second phase the basis."""
+        if phase == "project":
+            return Payload(adapter={_q(t): state[_q(t)] for t in self.spec.targets})
+        sent = super().download(phase, state, once)
+        if phase == "train":
+            return sent
+        return Payload(
+            sent.adapter, sent.head, {_CHECKSUM: checksum(self._omegas(self.round_number).values())}
+        )
+
+    def download_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
+        """Factors and head, or the basis."""
+        if phase == "project":
+            return {_q(t): (t.out, self._width(t)) for t in self.spec.targets}, {}
+        return self.spec.lora, self.shared_head
+
+    def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
+        """A sketch and the head, or a projection; with ``transport=factor`` B and the head."""
+        targets = self.spec.targets
+        if phase == "project":
+            return {_z(t): (t.inp, self._width(t)) for t in targets}, {}
+        if phase == "train":
+            return self.spec.b, self.shared_head
+        return {_y(t): (t.out, self._width(t)) for t in targets}, self.shared_head
+
+    def merger(self, phase: str, state: Arrays) -> Merger:
+        """Sketches are kept until the round is closed, for a basis without a node that drops out."""
+        return KeptMean() if phase == "sketch" else WeightedMean()
+
+    def update(self, phase: str, state: Arrays, merged: Payload) -> Arrays:
+        """Make the basis of the mean sketch, or new factors of the mean product."""
+        state = {**state, **merged.head}
+        if phase == "sketch":
+            return {**state, **{_q(t): basis(merged.adapter[_y(t)]).float() for t in self.spec.targets}}
+        share, losses = self.params.sigma_split, {}
+        for t in self.spec.targets:
+            if phase == "train":
+                b, a, values = split_product(merged.adapter[t.b], state[t.a], share)
+            else:
+                b, a, values = split(state.pop(_q(t)), merged.adapter[_z(t)], self.spec.rank, share)
+            if vanished(values, float(state[t.a].norm())):
+                # Zero factors would stay zero for good: with A = 0, B has no gradient.
+                self.run.recorder.event(
+                    "note", text=f"round {self.round_number}: {t.name} keeps its factors, their product is 0"
+                )
+                continue
+            losses[t.name] = values
+            state |= {t.b: b.float(), t.a: a.float()}
+        lost = tail(losses, self.spec.rank)
+        if lost > 1e-6:
+            text = f"round {self.round_number}: rank {self.spec.rank} cuts off {100 * lost:.2g} % of the mean product"
+            self.run.recorder.event("note", text=text)
+        return state
+
+    def accepted_loss(self, phase: str, state: Arrays, earlier: KeptMean, left: Sequence[str]) -> str:
+        """Estimate what the old basis misses of the mean product of the nodes that are left.
+
+        ``E ||X Omega||^2 = s ||X||^2`` for the part X beyond Q.
+        """
+        missed = total = 0.0
+        mean = earlier.only(left).mean().adapter
+        for t in self.spec.targets:
+            y, q = mean[_y(t)].double(), state[_q(t)].double()
+            missed += float((y - q @ (q.T @ y)).square().sum()) / y.shape[1]
+            total += float(y.square().sum()) / y.shape[1]
+        share = (missed / total) ** 0.5 if total else 0.0
+        return f"accepted without {phase} of a node: the basis misses about {100 * share:.2g} % of the mean product"
+
+    # --- client half -----------------------------------------------------------------------------
+
+    def client(self, phase: str, received: Payload, session: Session) -> Payload:
+        """Train and send a sketch (or B); in the second phase project what was kept."""
+        if phase == "project":
+            return self._project(received, session)
+        if phase == "sketch":
+            self._check_omega(received, session.round)
+        model = session.model
+        model.load({**received.adapter, **self.client_head(received, session)})
+        session.train(self._trainables(session))
+        self.keep_head(session)
+        head = model.read(self.shared_head)
+        factors = model.read(self.spec.lora)
+        if phase == "train":
+            return Payload({t.b: factors[t.b] for t in self.spec.targets}, head)
+        session.keep("factors", factors)
+        tests = self._omegas(session.round)
+        sketches = {_y(t): sketch(factors[t.b], factors[t.a], tests[t.name]) for t in self.spec.targets}
+        return Payload({name: y.float() for name, y in sketches.items()}, head)
+
+    def _project(self, received: Payload, session: Session) -> Payload:
+        factors = session.recall("factors", this_round=True)
+        if factors is None:
+            raise Refusal("factors-lost", "this node has no factors of this round to project")
+        found = {
+            _z(t): project(factors[t.b], factors[t.a], received.adapter[_q(t)]) for t in self.spec.targets
+        }
+        return Payload({name: z.float() for name, z in found.items()})
+
+    def _trainables(self, session: Session) -> Factors:
+        return Factors(session.model, [*self.trained, *self.trained_head])
+
+    # --- pieces for both -------------------------------------------------------------------------
+
+    def _width(self, target: TargetModule) -> int:
+        """s: columns of a sketch of this module."""
+        return min(self.spec.rank + int(self.params.sketch_oversampling), target.out, target.inp)
+
+    def _omegas(self, round_number: int) -> dict[str, Tensor]:
+        number = round_number if self.params.omega == "fresh" else 0
+        seed = self.config.seed
+        return {t.name: omega(seed, number, t.name, t.inp, self._width(t)) for t in self.spec.targets}
+
+    def _check_omega(self, received: Payload, round_number: int) -> None:
+        """Refuse, before anything is charged, to sketch with another Omega than the server's."""
+        sent = received.once.get(_CHECKSUM)
+        if sent is None or not torch.equal(sent, checksum(self._omegas(round_number).values())):
+            raise Refusal("omega", "this node draws another Omega than the server: other NumPy versions?")
+
+
+def _y(target: TargetModule) -> str:
+    return f"{target.name}.sketch"
+
+
+def _q(target: TargetModule) -> str:
+    return f"{target.name}.basis"
+
+
+def _z(target: TargetModule) -> str:
+    return f"{target.name}.projection"

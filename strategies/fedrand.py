@@ -1,0 +1,146 @@
+"""FedRand: every node keeps one half of its LoRA, chosen anew each round, to itself (FedRand, eq. 6 to 10).
+
+Each round a node tosses a coin for all modules together: it starts from the server's A and its own B of its
+last participation, or the other way round, trains both, keeps both, and sends the half that it took from the
+server. The server never sees both halves of one client in one round. That is no formal privacy; under DP both
+halves are in the clipped and noised vector, also the one that stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from privet.adapters import Shapes, count
+from privet.config import Bounds
+from privet.seeding import child_seed
+from privet.trainables import Factors
+from privet.wire import Arrays, Payload
+from strategies.base import LoraStrategy, Memory, Session
+from strategies.merging import Merger, WeightedMean
+from strategies.rounds import check_payload
+
+_FACTORS = "factors"
+
+
+@dataclass(frozen=True)
+class FedRandParams:
+    """Settings of FedRand.
+
+    Attributes
+    ----------
+    rho : float
+        Probability that a node takes and sends A (the randomly initialised factor).
+    round0 : {"server", "local"}
+        The first round starts from the server's common factors, or, literally as Algorithm 2, from a random A of
+        each node's own and B = 0; averages of B then mix bases.
+    normalise : bool
+        Divide each half's sum by its own weight (eq. 8 to 10). Without (ablation), by all replies' weight.
+    past_parameters : bool
+        Start the kept half from the node's last participation. Without (ablation), from the server's.
+    """
+
+    rho: Annotated[float, Bounds(gt=0, lt=1)]
+    round0: Literal["server", "local"]
+    normalise: bool
+    past_parameters: bool
+
+
+class FedRand(LoraStrategy):
+    """Train A and B, keep both, send a random one (D numbers down, about D / 2 up)."""
+
+    Params = FedRandParams
+
+    @property
+    def exchanged(self) -> Shapes:
+        """Both factors: the download, and what trains."""
+        return self.spec.lora
+
+    # --- server half -----------------------------------------------------------------------------
+
+    def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
+        """The larger half and the head, for the plan; the smaller one comes as well."""
+        return max(self.spec.a, self.spec.b, key=count), self.shared_head
+
+    def check_upload(self, phase: str, payload: Payload) -> None:
+        """Accept exactly one half."""
+        half = self.spec.a if set(payload.adapter) & set(self.spec.a) else self.spec.b
+        check_payload(payload, half, self.shared_head)
+
+    def merger(self, phase: str, state: Arrays) -> Merger:
+        """Average each half over those who sent it."""
+        return WeightedMean() if self.params.normalise else UnnormalisedHalves(set(self.spec.a))
+
+    # An empty half needs nothing: `update` leaves what was not sent as it is (the "otherwise" of eq. 9 and 10).
+
+    # --- client half -----------------------------------------------------------------------------
+
+    def client(self, phase: str, received: Payload, session: Session) -> Payload:
+        """Mix the server's half with the kept one, train both, keep both, send one."""
+        sends_a = session.chance("fedrand-half") < self.params.rho
+        half, other = (self.spec.a, self.spec.b) if sends_a else (self.spec.b, self.spec.a)
+        start = {**received.adapter, **self._own_half(other, session)}
+        session.model.load({**start, **self.client_head(received, session)})
+        session.train(Factors(session.model, [*self.trained, *self.trained_head]))
+        self.keep_head(session)
+        session.keep(_FACTORS, session.model.read(self.spec.lora))
+        return Payload(session.model.read(half), session.model.read(self.shared_head))
+
+    def _own_half(self, other: Shapes, session: Session) -> Arrays:
+        """Return what replaces the server's values: the kept half, in round 0 perhaps both, or nothing."""
+        if session.round == 1 and self.params.round0 == "local":
+            return self._local_start(session)
+        if not self.params.past_parameters:
+            return {}
+        kept = session.recall(_FACTORS)
+        if kept is not None:
+            return {name: kept[name] for name in other}
+        if session.round > 1:
+            session.flag("no-past-half")
+        return {}
+
+    def _local_start(self, session: Session) -> Arrays:
+        """A of this node's own and B = 0, as at the beginning of Algorithm 2."""
+        start = {name: torch.zeros(shape) for name, shape in self.spec.b.items()}
+        for name, (rank, width) in self.spec.a.items():
+            secret = int(session.chance(f"fedrand-start/{name}") * 2**53)
+            generator = torch.Generator().manual_seed(child_seed(secret, name))
+            start[name] = torch.empty(rank, width).uniform_(-(width**-0.5), width**-0.5, generator=generator)
+        return start
+
+    def personal(self, received: Payload, memory: Memory) -> Arrays | None:
+        """The node's own factors of its last participation, with the server's head or its own."""
+        factors = memory.recall(_FACTORS)
+        if factors is None:
+            return None
+        local = memory.recall("head") if self.config.task.head == "local" else {}
+        return {**received.adapter, **received.head, **factors, **(local or {})}
+
+
+class UnnormalisedHalves(WeightedMean):
+    """The ablation without normalisation: a half shrinks by the weight of those who did not send it.
+
+    Parameters
+    ----------
+    first : set of str
+        Names of the first half's arrays.
+    """
+
+    def __init__(self, first: set[str]) -> None:
+        super().__init__()
+        self._first = first
+        self._mass = {True: 0.0, False: 0.0}
+
+    def add(self, node: str, payload: Payload, weight: float) -> None:
+        """Add one reply."""
+        super().add(node, payload, weight)
+        self._mass[bool(set(payload.adapter) & self._first)] += weight
+
+    def mean(self) -> Payload:
+        """Return the sums over the weight of all replies; a half that nobody sent is not there."""
+        merged = super().mean()
+        total = sum(self._mass.values())
+        halves = {n: v * (self._mass[n in self._first] / total) for n, v in merged.adapter.items()}
+        return Payload(adapter=halves, head=merged.head)
