@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from tests.grid import InProcessGrid
+from tests.grid import InProcessGrid, Killed
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ class Outcome:
 
     path: Path
     grid: InProcessGrid
-    error: Exception | None
+    error: BaseException | None
 
     def json(self, name: str) -> Any:
         return json.loads((self.path / name).read_text())
@@ -91,7 +91,9 @@ def run(tmp_path: Path, settings: list[str]) -> Callable[..., Outcome]:
 
     count = iter(range(1000))
 
-    def start(*overrides: str, nodes: int = 3, path: Path | None = None, **grid: Any) -> Outcome:
+    def start(
+        *overrides: str, nodes: int = 3, path: Path | None = None, resume: bool = False, **grid: Any
+    ) -> Outcome:
         import shlex
 
         path = path or tmp_path / f"run{next(count)}"
@@ -101,12 +103,14 @@ def run(tmp_path: Path, settings: list[str]) -> Callable[..., Outcome]:
             node_id=1,
             node_config={},
             state=RecordDict(),
-            run_config={"run-dir": str(path), "overrides": shlex.join([*settings, *overrides])},
+            run_config={"run-dir": str(path), "resume": True}
+            if resume
+            else {"run-dir": str(path), "overrides": shlex.join([*settings, *overrides])},
         )
-        error = None
+        error: BaseException | None = None
         try:
             server_app(world, context)
-        except Exception as caught:
+        except (Exception, Killed) as caught:
             error = caught
         return Outcome(path, world, error)
 

@@ -18,6 +18,10 @@ from flwr.supercore.task_identity import TaskIdentity
 Tamper = Callable[[Message, Message], Message]
 
 
+class Killed(BaseException):
+    """The server's process ends here: no handler of the project's own may catch it."""
+
+
 class InProcessGrid(Grid):
     """Runs every message to its end as soon as it is pushed.
 
