@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import re
@@ -12,12 +13,17 @@ from typing import Any
 
 from privet.config import Config, unknown
 from privet.data.partition import client_examples
-from privet.data.tasks import Examples, count_rows, load_node_file
-from privet.errors import Refusal
+from privet.data.tasks import Examples, OwnNames, count_rows, load_node_file
+from privet.errors import ConfigError, Refusal
 
 _OWN_KEYS = (
     "name",
     "data-path",
+    "public-path",
+    "text-column",
+    "pair-column",
+    "label-column",
+    "labels",
     "store",
     "public-examples",
     "max-epsilon",
@@ -25,6 +31,8 @@ _OWN_KEYS = (
     "allow-non-private",
 )
 _FLOWER_KEYS = ("partition-id", "num-partitions")
+_TABLE_KEYS = ("text-column", "pair-column", "label-column", "labels")
+_MOST_ROWS = 10**12
 
 DEFAULT_MAX_DELTA = 1e-5
 """Largest delta that a node with a lifetime cap accepts: an epsilon means nothing beside a delta near 1."""
@@ -42,6 +50,11 @@ class NodeConfig:
         Index of this client in a simulation; None on a real node.
     data_path : str or None
         The node's own table (``data-path``); None in a simulation.
+    public_path : str or None
+        A table that the owner calls public (``public-path``), in the form of the node's own: models of DP runs
+        are scored on it.
+    own : OwnNames
+        The table's own names (``text-column``, ``pair-column``, ``label-column``, ``labels``).
     store : Path or None
         The node's own folder (``store``; default ``~/.privet/nodes/NAME``); None: below the simulation's run.
     public_examples : int or None
@@ -56,6 +69,8 @@ class NodeConfig:
     name: str
     partition: int | None
     data_path: str | None
+    public_path: str | None
+    own: OwnNames
     store: Path | None
     public_examples: int | None
     max_epsilon: float | None
@@ -79,30 +94,32 @@ class NodeConfig:
         for key in raw:
             if key not in (*_OWN_KEYS, *_FLOWER_KEYS):
                 raise _wrong(unknown("key", str(key)[:60], _OWN_KEYS))
-        partition, path = _number(raw, "partition-id", 0), raw.get("data-path")
+        partition, path = _count(raw, "partition-id", 0), _text(raw, "data-path")
         if partition is None and path is None:
             raise _wrong("the node was started without data: its --node-config needs data-path (and name)")
-        default = f"client-{partition:g}" if partition is not None else platform.node() or "node"
-        name = str(raw.get("name", default))
+        default = f"client-{partition}" if partition is not None else platform.node() or "node"
+        name = _text(raw, "name") or default
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            raise _wrong("the node's name may hold letters, digits, '.', '_' and '-' only")
-        store = raw.get("store")
-        if store is None and path is not None:
-            store = str(Path.home() / ".privet" / "nodes" / name)
-        root = Path(str(store)).expanduser() if store is not None else None
-        if root is not None and not root.is_absolute():
-            raise _wrong("store must be an absolute path: a relative one would start a new ledger elsewhere")
-        cap, declared = _number(raw, "max-epsilon", 0.0), _number(raw, "public-examples", 1)
+            raise _wrong("name may hold letters, digits, '.', '_' and '-' only: set one in --node-config")
+        own = _own_names(raw)
+        if path is None and own != OwnNames():
+            key = next(k for k in _TABLE_KEYS if k in raw)
+            raise _wrong(f"{key} has no effect without data-path: it is for a node's own table")
+        root = _folder(_text(raw, "store"), name if path is not None else None)
+        cap, declared = _number(raw, "max-epsilon"), _count(raw, "public-examples", 1)
         simulated = path is None and root is None
         return cls(
             name=name,
-            partition=int(partition) if partition is not None else None,
-            data_path=str(Path(str(path)).expanduser()) if path is not None else None,
+            partition=partition,
+            data_path=path,
+            public_path=_text(raw, "public-path"),
+            own=own,
             store=root,
-            public_examples=int(declared) if declared is not None else None,
+            public_examples=declared,
             max_epsilon=cap,
-            max_delta=_number(raw, "max-delta", 0.0) or (DEFAULT_MAX_DELTA if cap is not None else None),
-            allow_non_private=raw.get("allow-non-private", simulated and cap is None) is True,
+            max_delta=_number(raw, "max-delta", below=1.0)
+            or (DEFAULT_MAX_DELTA if cap is not None else None),
+            allow_non_private=_switch(raw, "allow-non-private", simulated and cap is None),
         )
 
     def root(self, request_store: str) -> Path:
@@ -116,7 +133,7 @@ class NodeConfig:
     def examples(self, config: Config) -> Examples:
         """Load this node's usable rows; a real node may have none for what the task selects."""
         if self.data_path is not None:
-            return load_node_file(config.task, self.data_path)
+            return load_node_file(config.task, self.data_path, self.own)
         if self.partition is None:
             raise _wrong("the node was started without data: its --node-config needs data-path")
         return client_examples(config, self.partition)
@@ -132,15 +149,97 @@ class NodeConfig:
         return usable if self.data_path is None else count_rows(self.data_path)
 
 
-def _number(raw: Mapping[str, Any], key: str, least: float) -> float | None:
+# --- values ----------------------------------------------------------------------------------------
+
+
+def _number(raw: Mapping[str, Any], key: str, *, below: float = math.inf) -> float | None:
+    """Return a finite number above 0 and below `below`; None where the key is not set."""
     value = raw.get(key)
     if value is None:
         return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < least or (isinstance(least, float) and value <= least):
-        above = "greater than" if isinstance(least, float) else "at least"
-        raise _wrong(f"{key} is not allowed as it is: a number {above} {least:g}")
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not 0 < value < below or not math.isfinite(value):
+        limit = f" and less than {below:g}" if below < math.inf else ""
+        raise _wrong(f"{key} is not allowed as it is: a number greater than 0{limit}")
     return float(value)
+
+
+def _count(raw: Mapping[str, Any], key: str, least: int) -> int | None:
+    """Return a whole number; None where the key is not set."""
+    value = raw.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST_ROWS:
+        raise _wrong(f"{key} is not allowed as it is: a whole number, at least {least}")
+    return value
+
+
+def _switch(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise _wrong(f"{key} is not allowed as it is: true or false, without quotes")
+    return value
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str | None:
+    """Return a text that is not blank; None where the key is not set. A column may be called 0."""
+    value = raw.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, (str, int)) or isinstance(value, bool) or "\0" in str(value):
+        raise _wrong(f"{key} is not allowed as it is: a text, in quotes")
+    if not str(value).strip():
+        raise _wrong(f"{key} is empty")
+    return str(value)
+
+
+def _own_names(raw: Mapping[str, Any]) -> OwnNames:
+    try:
+        return OwnNames(
+            text_column=_text(raw, "text-column"),
+            pair_column=_text(raw, "pair-column"),
+            label_column=_text(raw, "label-column"),
+            labels=_labels(_text(raw, "labels")),
+        )
+    except ConfigError as error:
+        raise _wrong(str(error)) from None
+
+
+def _labels(text: str | None) -> tuple[str, ...] | None:
+    """Read label values: ``0,1``, or a JSON list where a value holds a comma: ``["a, b", "c"]``.
+
+    They are compared with the table's cells without spaces around them, so they have none here.
+    """
+    if text is None:
+        return None
+    values: list[Any] = text.split(",")
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            raise _wrong('labels begins with \'[\' but is no JSON list, such as ["a, b", "c"]') from None
+    if any(not isinstance(value, (str, int)) or isinstance(value, bool) for value in values):
+        raise _wrong('labels is not allowed as it is: texts, such as 0,1 or ["a, b", "c"]')
+    labels = tuple(str(value).strip() for value in values)
+    if "" in labels:
+        raise _wrong("labels is not allowed as it is: a value is empty")
+    return labels
+
+
+def _folder(store: str | None, name: str | None) -> Path | None:
+    """Return the node's own store; the default one where it has a `name` and sets none."""
+    try:
+        if store is not None:
+            root = Path(store).expanduser()
+        elif name is not None:
+            root = Path.home() / ".privet" / "nodes" / name
+        else:
+            return None
+    except RuntimeError:
+        raise _wrong("store is not allowed as it is: there is no such home folder") from None
+    if not root.is_absolute():
+        raise _wrong("store must be an absolute path: a relative one would start a new ledger elsewhere")
+    return root
 
 
 def _wrong(text: str) -> Refusal:

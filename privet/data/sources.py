@@ -12,7 +12,7 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from privet.config import nearest
 from privet.errors import ConfigError, DataError
 
 PACKAGE = "package:"
+_RECORDS = "records"
 
 
 def resolve_path(path: str) -> Path:
@@ -41,10 +42,13 @@ def resolve_path(path: str) -> Path:
     Raises
     ------
     ConfigError
-        When the package is not installed or carries no such file.
+        When the package is not installed or carries no such file, or ``~`` names nobody's home.
     """
     if not path.startswith(PACKAGE):
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"'{path}' is not allowed: there is no such user's home folder") from None
     parts = PurePosixPath(path.removeprefix(PACKAGE)).parts
     if not parts or not parts[0].isidentifier() or ".." in parts:
         raise ConfigError(f"'{path}' is not allowed: write package:module/folder/file, without '..'")
@@ -63,7 +67,9 @@ def resolve_path(path: str) -> Path:
     return found
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame:
+def read_table(
+    path: Path, columns: Sequence[str] | None = None, *, lenient: Collection[str] = ()
+) -> pd.DataFrame:
     """Read a table by its suffix; bytes that are no UTF-8 become U+FFFD.
 
     CSV and TSV cells stay text, and an empty cell is the empty text, so that ``NA`` or ``007`` is what the
@@ -76,6 +82,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame
         A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file.
     columns : sequence of str, optional
         The columns to return; default all.
+    lenient : collection of str, optional
+        Columns that need not be there where the file is a list of JSON records: no header says which keys
+        there are, only the rows do. Every cell is missing then.
 
     Returns
     -------
@@ -104,6 +113,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame
     except OSError as err:
         raise DataError(f"'{path}' cannot be read: {err.strerror or type(err).__name__}") from None
     if wanted is not None:
+        if frame.attrs.get(_RECORDS):
+            for name in (n for n in wanted if n in lenient and n not in frame):
+                frame[name] = None
         _check_columns(path, list(frame.columns), wanted)
         frame = frame[wanted]
     if frame.empty:
@@ -181,7 +193,13 @@ def _read_jsonl(path: Path, columns: list[str] | None) -> pd.DataFrame:
         if not isinstance(record, dict):
             raise DataError(f"'{path}': line {number} is not a JSON object")
         records.append(record)
-    return pd.DataFrame(records, dtype=object)
+    return _from_records(records)
+
+
+def _from_records(records: list[dict[str, Any]]) -> pd.DataFrame:
+    frame = pd.DataFrame(records, dtype=object)
+    frame.attrs[_RECORDS] = True
+    return frame
 
 
 def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
@@ -193,7 +211,7 @@ def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
     if isinstance(content, dict) and content and all(isinstance(v, dict) for v in content.values()):
         content = list(content.values())
     if isinstance(content, list) and all(isinstance(r, dict) for r in content):
-        return pd.DataFrame(content, dtype=object)
+        return _from_records(content)
     if isinstance(content, dict) and all(isinstance(v, list) for v in content.values()):
         if len({len(v) for v in content.values()}) > 1:
             raise DataError(f"'{path}' has columns of different lengths")

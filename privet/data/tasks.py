@@ -5,10 +5,12 @@ The label set comes from the task and never from rows, so that a node's rows dec
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import pandas as pd
 from privet.config import TaskConfig
 from privet.data.sources import read_table, resolve_path
 from privet.errors import ConfigError, DataError
+
+log = logging.getLogger("privet")
 
 CLIENT = "{client}"
 LABEL = "label"
@@ -67,6 +71,57 @@ class TaskData:
     train: Examples
     test: Examples
     dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """What a node's own table calls the columns and labels of a task; None: what the task calls them.
+
+    Attributes
+    ----------
+    text_column, pair_column, label_column : str or None
+        Columns of the table; `pair_column` counts only where the task has pairs.
+    labels : tuple of str or None
+        The table's label values in the order of ``task.labels``.
+
+    Raises
+    ------
+    ConfigError
+        If a label value stands twice; it does not show the values, which are the node's own.
+    """
+
+    text_column: str | None = None
+    pair_column: str | None = None
+    label_column: str | None = None
+    labels: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and len(set(self.labels)) != len(self.labels):
+            raise ConfigError("labels is not allowed as it is: a value stands twice")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that the node has named itself."""
+        named = (self.text_column, self.pair_column, self.label_column)
+        return frozenset(name for name in named if name is not None)
+
+    def fit(self, cfg: TaskConfig) -> TaskConfig:
+        """Return the task in the words of this table.
+
+        Raises
+        ------
+        ConfigError
+            If the numbers of labels differ.
+        """
+        if self.labels is not None and len(self.labels) != len(cfg.labels):
+            raise ConfigError(
+                f"labels of this node are {len(self.labels)} values and task.labels {len(cfg.labels)}: "
+                "one for each, in that order"
+            )
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if cfg.pair_column is None:
+            own["pair_column"] = None
+        return dataclasses.replace(cfg, **{name: value for name, value in own.items() if value is not None})
 
 
 def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
@@ -147,30 +202,52 @@ def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
     return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
 
 
-def load_node_file(cfg: TaskConfig, path: str) -> Examples:
+def load_node_file(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> Examples:
     """Load a real node's own table; it may hold no row that the task selects.
 
     Every row is kept or left out by itself, or as a repetition of an equal row, label included: adding or
     removing one row of the table changes the result by at most one row, as the accounting needs. `train_rows`,
-    under which one row would let in another, is refused.
+    under which one row would let in another, is refused. No row's cell makes the whole table fail either, or
+    whoever chooses the task could ask by it what stands in a row.
+
+    Parameters
+    ----------
+    cfg : TaskConfig
+        The task.
+    path : str
+        The node's table.
+    own : OwnNames, optional
+        The node's own names for columns and labels; they go before the task's.
 
     Raises
     ------
     ConfigError
-        If `train_rows` is set.
+        If `train_rows` is set, or the node's labels do not fit the task's.
     DataError
-        As :func:`load_task`, but for a table without a usable row.
+        As :func:`load_task`, but for a table without a usable row; also for a path that cannot be, so that
+        what names the node's files is told from what may be shown to a server.
     """
     if cfg.train_rows is not None:
         raise ConfigError(
             "task.train_rows is for simulations: on a node's own table one row would replace another"
         )
-    return _load(resolve_path(path), cfg, None, node=True)[0]
+    own = own or OwnNames()
+    rows, dropped = _load(_own_path(path), own.fit(cfg), None, node=True, named=own.columns)
+    if len(rows) == 0:
+        log.warning("'%s' has no usable row for this task; left out: %s", path, _counts(dropped))
+    return rows
 
 
 def count_rows(path: str) -> int:
-    """Return the rows of a table before any task selects among them."""
-    return len(read_table(resolve_path(path)))
+    """Return the rows of a node's table before any task selects among them."""
+    return len(read_table(_own_path(path)))
+
+
+def _own_path(path: str) -> Path:
+    try:
+        return resolve_path(path)
+    except ConfigError as err:
+        raise DataError(str(err)) from None
 
 
 def snapshot(examples: Examples) -> str:
@@ -190,19 +267,26 @@ def snapshot(examples: Examples) -> str:
 
 
 def _load(
-    path: Path, cfg: TaskConfig, column: str | None, *, node: bool = False
+    path: Path,
+    cfg: TaskConfig,
+    column: str | None,
+    *,
+    node: bool = False,
+    named: Collection[str] = (),
 ) -> tuple[Examples, Counter[str]]:
     """Read, filter and convert; the counter says why how many rows were left out.
 
-    On a real `node` no row may decide over another, unequal one, and no usable row is an answer too.
+    On a real `node` no row may decide over another, unequal one, and no usable row is an answer too. Columns
+    that the node has not `named` itself are the server's choice.
     """
     column = cfg.label_column if column == LABEL else column
     texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
     wanted = [*texts, cfg.label_column] if column is None else [*texts, cfg.label_column, column]
     minimum = cfg.minimum or {}
-    frame = read_table(path, [*wanted, *minimum])
-    cells = {name: np.array(_cells(frame[name], path), dtype=object) for name in wanted}
-    grades = {name: _numbers(frame[name], path) for name in minimum}
+    chosen = [name for name in (*wanted, *minimum) if name not in named] if node else []
+    frame = read_table(path, [*wanted, *minimum], lenient=chosen)
+    cells = {name: np.array(_cells(frame[name], path, strict=not node), dtype=object) for name in wanted}
+    grades = {name: _numbers(frame[name], path, strict=not node) for name in minimum}
 
     index = {value: i for i, value in enumerate(cfg.labels)}
     codes = np.array([index.get(value.strip(), -1) for value in cells[cfg.label_column]], dtype=np.int64)
@@ -249,13 +333,16 @@ def _repeated(columns: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([first.setdefault(row, i) != i for i, row in enumerate(rows)], dtype=bool)
 
 
-def _cells(column: pd.Series, path: Path) -> list[str]:
-    """Return the cells as texts that a tokenizer accepts; a missing cell is the empty text."""
+def _cells(column: pd.Series, path: Path, *, strict: bool = True) -> list[str]:
+    """Return the cells as texts that a tokenizer accepts; a missing cell is the empty text.
+
+    A list or an object is an error where `strict`, and else a missing cell.
+    """
     values = column.astype(object).where(column.notna(), "").tolist()
     texts = [value if type(value) is str else _cell(value) for value in values]
-    if (wrong := texts.count(None)) > 0:
+    if strict and (wrong := texts.count(None)) > 0:
         raise DataError(f"'{path}': column '{column.name}' holds lists or objects in {wrong} rows, not texts")
-    out = [text for text in texts if text is not None]
+    out = ["" if text is None else text for text in texts]
     try:
         "".join(out).encode()
     except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no encoder accepts
@@ -276,13 +363,20 @@ def _cell(value: Any) -> str | None:
     return str(value)
 
 
-def _numbers(column: pd.Series, path: Path) -> np.ndarray:
-    """Return the cells as float64, (n,), NaN where a cell is missing."""
-    values = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+def _numbers(column: pd.Series, path: Path, *, strict: bool = True) -> np.ndarray:
+    """Return the cells as float64, (n,), NaN where a cell is missing.
+
+    What is no number is an error where `strict`, and else below every number.
+    """
+    values = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
     doubtful = np.flatnonzero(np.isnan(values))
-    wrong = sum(cell.strip().lower() not in _NO_NUMBER for cell in _cells(column.iloc[doubtful], path))
-    if wrong:
-        raise DataError(f"'{path}': column '{column.name}' of task.minimum is no number in {wrong} rows")
+    cells = _cells(column.iloc[doubtful], path, strict=strict)
+    wrong = np.array([cell.strip().lower() not in _NO_NUMBER for cell in cells], dtype=bool)
+    if strict and wrong.any():
+        raise DataError(
+            f"'{path}': column '{column.name}' of task.minimum is no number in {int(wrong.sum())} rows"
+        )
+    values[doubtful[wrong]] = -np.inf
     return values
 
 

@@ -16,6 +16,7 @@ from privet.data.tasks import load_task, load_test
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "own-data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL)
 COMMANDS = [body for language, _, body in BLOCKS if language == "bash"]
+NODES = {name: body for language, name, body in BLOCKS if language == "toml"}
 
 
 @pytest.fixture
@@ -41,6 +42,10 @@ def test_the_page_has_its_examples() -> None:
         "site_0.jsonl",
         "site_1.jsonl",
         "public.jsonl",
+        "north.csv",
+        "south.csv",
+        "west.jsonl",
+        *NODES,
         "triage.yaml",
     }
 
@@ -62,3 +67,25 @@ def test_task_file(data: Path) -> None:
     raw = OmegaConf.to_container(OmegaConf.create(body.replace("/data/", f"{data}/")))
     loaded = load_task(parse(TaskConfig, raw, "task"))
     assert (len(loaded.train), len(loaded.test)) == (8, 4)
+
+
+def test_the_nodes_of_the_page_read_their_tables(data: Path) -> None:
+    """Case 15, as Flower reads the lines that the page shows."""
+    from flwr.common.config import parse_config_args
+
+    from client_app.node_config import NodeConfig
+
+    cfg = compose(["task=csv", "task.path=x.csv", "task.labels=[no,yes]", "task.test_rows=1"])
+    assert len(NODES) == 3
+    texts = set()
+    for name, body in NODES.items():
+        line = body.replace("/data/", f"{data}/")
+        (data / f"{name}.toml").write_text(re.sub(r"(?m) (?=[a-z-]+=)", "\n", line))
+        raw = parse_config_args([line.strip()])
+        assert parse_config_args([str(data / f"{name}.toml")]) == raw
+        node = NodeConfig.read(raw)
+        rows = node.examples(cfg)
+        assert (node.name, node.declared(len(rows))) == (name, 2)
+        assert rows.labels.tolist() == [0, 1]
+        texts |= set(rows.texts)
+    assert len(texts) == 6

@@ -154,3 +154,5 @@ def test_package_paths_that_are_refused() -> None:
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert resolve_path("~/t.csv") == Path("/somewhere/t.csv")
+    with pytest.raises(ConfigError, match="is not allowed: there is no such user's home folder"):
+        resolve_path("~nosuchuser/t.csv")

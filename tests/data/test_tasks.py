@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,16 @@ import pandas as pd
 import pytest
 
 from privet.config import compose
-from privet.data.tasks import Examples, load_client_file, load_task, load_test, snapshot
+from privet.data.tasks import (
+    Examples,
+    OwnNames,
+    count_rows,
+    load_client_file,
+    load_node_file,
+    load_task,
+    load_test,
+    snapshot,
+)
 from privet.errors import ConfigError, DataError
 
 SECRET = "patient Miller"
@@ -216,6 +226,78 @@ def test_a_client_may_lack_a_label(task, table, tmp_path: Path) -> None:
     table("text,label\na,no\nb,no\n", "site_0.csv")
     cfg = task(path=str(tmp_path / "site_{client}.csv"), test_path="public.csv", test_rows=None)
     assert load_client_file(cfg, 0).labels.tolist() == [0, 0]
+
+
+def test_a_node_names_its_own_columns_and_labels(task, table) -> None:
+    path = str(table("body,grade,text,label\nb0,mild,t0,no\nb1, severe ,t1,yes\nb2,else,t2,no\n"))
+    plain = load_node_file(task(), path)
+    assert (plain.texts, plain.labels.tolist()) == (["t0", "t1", "t2"], [0, 1, 0])
+    own = OwnNames("body", None, "grade", ("severe", "mild"))
+    mine = load_node_file(task(), path, own)
+    assert (mine.texts, mine.labels.tolist()) == (["b0", "b1"], [1, 0])
+    assert load_node_file(task(text_column="nowhere", label_column="label"), path, own).texts == mine.texts
+    pairs = load_node_file(task(pair_column="nowhere"), path, OwnNames(pair_column="body"))
+    assert pairs.pairs == ["b0", "b1", "b2"]
+    assert load_node_file(task(), path, OwnNames(pair_column="body")).pairs is None  # this task has none
+
+
+def test_own_names_that_do_not_fit(task, table) -> None:
+    path = str(table(f"text,label\n{SECRET},no\n"))
+    with pytest.raises(ConfigError, match=r"1 values and task\.labels 2") as caught:
+        load_node_file(task(), path, OwnNames(labels=("mild",)))
+    assert "mild" not in str(caught.value)
+    with pytest.raises(ConfigError, match="a value stands twice") as caught:
+        OwnNames(labels=("mild", "mild"))
+    assert "mild" not in str(caught.value)
+    with pytest.raises(DataError, match="unknown column 'texts' - did you mean 'text'"):
+        load_node_file(task(), path, OwnNames(text_column="texts"))
+
+
+@pytest.mark.parametrize("cell", [["x"], {"x": 1}, "many", True, None, 1e999, 10**40])
+def test_no_cell_of_a_nodes_table_makes_the_table_fail(task, tmp_path: Path, cell: object) -> None:
+    """Else a server could ask what stands in a row, with a task made for it."""
+    path = tmp_path / "t.jsonl"
+    rows = [{"text": "a", "label": "no", "x": 1}, {"text": "b", "label": "yes", "x": cell}]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for name in ("text_column", "label_column", "pair_column"):
+        load_node_file(task(**{name: "x"}), str(path))  # however many rows are left, it is no error
+    graded = load_node_file(task(minimum={"x": 0.5}), str(path))
+    assert graded.texts == (["a"] if cell == "many" else ["a", "b"])
+    assert count_rows(str(path)) == 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_key_that_one_record_has_tells_a_server_nothing(task, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    plain = [{"text": "a", "label": "no"}, {"text": "b", "label": "yes"}]
+    for records in (plain, [*plain, {"text": "c", "label": "no", "diagnosis": "x"}]):
+        lines = "\n".join(map(json.dumps, records))
+        path.write_text(lines if suffix == "jsonl" else json.dumps(records))
+        for changes in ({"text_column": "diagnosis"}, {"pair_column": "diagnosis"}):
+            assert len(load_node_file(task(**changes), str(path))) == len(records) - 2
+        assert len(load_node_file(task(minimum={"diagnosis": 0.5}), str(path))) == 2
+    path.write_text(json.dumps(plain) if suffix == "json" else "\n".join(map(json.dumps, plain)))
+    with pytest.raises(DataError, match="unknown column 'diagnosis'"):  # the owner's own word must be right
+        load_node_file(task(), str(path), OwnNames(text_column="diagnosis"))
+    simulated = task(path=str(path), test_path="p.csv", test_rows=None, text_column="diagnosis")
+    assert "unknown column 'diagnosis'" in refused(simulated)
+
+
+def test_a_node_without_a_usable_row_is_warned_in_its_own_log(
+    task, table, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(table(f"text,label\n{SECRET},mild\n"))
+    assert len(load_node_file(task(), path)) == 0
+    assert "has no usable row for this task; left out: 1 rows with a label not in task.labels" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["package:hospital_data/rows.csv", "~nosuchuser/rows.csv", "/no/such.csv"])
+def test_a_nodes_path_is_never_a_setting_to_show(task, path: str) -> None:
+    """A ConfigError may be told to a server, a DataError stays."""
+    for load in (lambda: load_node_file(task(), path), lambda: count_rows(path)):
+        with pytest.raises(DataError):
+            load()
 
 
 def test_snapshot_follows_every_content() -> None:
