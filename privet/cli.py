@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("path", type=Path, help="a run's directory, or one node's store")
     ledger.add_argument("--json", action="store_true", help="print JSON")
     ledger.set_defaults(handler=_ledger)
+
+    compare = commands.add_parser("compare", help="compare runs", description=_compare.__doc__)
+    compare.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
+    compare.add_argument("--out", type=Path, default=Path("comparison"), help="default: ./comparison")
+    compare.set_defaults(handler=_compare)
     return parser
 
 
@@ -244,6 +249,13 @@ def _methods(_: argparse.Namespace) -> int:
         first = (CONF_DIR / "method" / f"{name}.yaml").read_text().splitlines()[0]
         print(f"{name:12} {first.removeprefix('# ')}")
     return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Compare runs: a table here; table.csv, plots and report.html in a folder."""
+    from privet.compare.report import report
+
+    return report(arguments.paths, arguments.out)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:

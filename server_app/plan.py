@@ -16,6 +16,7 @@ from privet.data.tasks import CLIENT, load_test
 from privet.devices import pick_device, resources_warning
 from privet.plan import NodePlan, plan_nodes, warnings
 from privet.schedule import Schedule, draw_schedule
+from server_app.tracking import check_tracking
 from strategies.base import LoraStrategy, load_method
 
 BYTES = 4
@@ -94,6 +95,7 @@ def make_plan(config: Config) -> RunPlan:
     method = load_method(config, spec)
     check_model(config)
     pick_device(config.train.device)
+    check_tracking(config)
     notes = []
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     remark = resources_warning(config.train, config.federation.gpus_per_client, gpus)

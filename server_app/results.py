@@ -25,6 +25,7 @@ from privet.plan import NodePlan, warnings
 from privet.privacy.spending import Spending
 from privet.wire import PARTS, Arrays, Failed
 from server_app.card import privacy_card
+from server_app.tracking import Tracking
 from strategies.checkpoint import Checkpoint
 
 WAYS = ("upload", "download", "requery", "evaluate")
@@ -58,6 +59,7 @@ class RunDirectory:
         self._traffic: list[dict[str, Any]] = []
         self._started = datetime.now(UTC)
         self._totals = dict.fromkeys(WAYS, 0)
+        self.tracking = Tracking(lambda text: self.event("note", text=text))
 
     @classmethod
     def reopen(cls, path: Path, checkpoint: Checkpoint | None) -> RunDirectory:
@@ -131,6 +133,7 @@ class RunDirectory:
             seconds=record["seconds"],
             void=record["void"],
         )
+        self.tracking.round(record, self._totals)
 
     def has_round(self, number: int) -> bool:
         """Whether a round's record is there already."""
@@ -189,6 +192,7 @@ class RunDirectory:
             epsilon=summary["epsilon"],
             run_dir=str(self.path),
         )
+        self.tracking.end(summary)
         return summary
 
     def fail(self, reason: str) -> None:
@@ -203,6 +207,7 @@ class RunDirectory:
         }
         _write_json(self.path / "summary.json", summary)
         self.event("end", status="failed", metrics=None, epsilon=None, run_dir=str(self.path))
+        self.tracking.end(summary)
 
     def write_privacy(
         self, config: Config, plans: Mapping[str, NodePlan], spending: Spending

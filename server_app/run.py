@@ -103,6 +103,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Conf
     run_id = saved.id if saved else f"{config.method.name}-{context.run_id}"
     if resumed is None:
         directory.begin(config, run_id)
+    directory.tracking.begin(config, directory.path, run_id)
     spec = adapter_spec(config)
     method = load_method(config, spec)
     store = str(directory.path / "nodes")
