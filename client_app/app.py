@@ -12,6 +12,11 @@ from flwr.clientapp import ClientApp
 
 app = ClientApp()
 
+_HINTS = {
+    "OutOfMemoryError": "; fewer clients share a GPU with a larger federation.gpus_per_client, and a smaller "
+    "train.micro_batch takes less"
+}
+
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
@@ -55,7 +60,8 @@ def _guarded(handle: Callable[[], RecordDict], message: Message) -> Message:
     except Exception as error:
         # The traceback is for this node's own log. Only the kind crosses the wire.
         logging.getLogger("privet").exception("this node could not answer")
-        reason = f"{type(error).__name__}; the node's own log has more"
+        kind = type(error).__name__
+        reason = f"{kind}; the node's own log has more{_HINTS.get(kind, '')}"
         failed = ConfigRecord({"node": "", "kind": "error", "reason": reason, "uncharged": False})
         content = RecordDict({"failed": failed})
     return Message(content, reply_to=message)

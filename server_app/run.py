@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping
@@ -109,6 +110,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Conf
     store = str(directory.path / "nodes")
 
     found, absent = discover(grid, config, run_id, store)
+    directory.exclude(saved.absent if saved else absent)
     if len(found) < config.federation.min_replies:
         reasons = [f"{f.node or 'a node'}: {f.reason}" for f in absent]
         needed = config.federation.min_replies
@@ -119,7 +121,6 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Conf
         rounds, nodes = plan_rounds(config, method, {n: d.examples for n, (_, d) in found.items()})
         saved = SavedRun(run_id, config.hash, code_hash(), rounds, nodes, absent)
         saved.save(directory.path)
-    directory.exclude(saved.absent)
     schedule, plans = saved.schedule, saved.nodes
     for text in warnings(config, plans):
         directory.event("note", text=text)
@@ -216,13 +217,14 @@ def discover(
 
 def _description(message: Message) -> Description | Failed:
     """Return who a node says it is, or why it cannot take part."""
+    name = f"node {message.metadata.src_node_id}"
     failed = error_of(message)
     if failed is not None:
-        return failed
+        return dataclasses.replace(failed, node=failed.node or name)
     try:
         description = unpack_description(message.content)
     except Refusal as refusal:
-        return Failed(f"node {message.metadata.src_node_id}", refusal.kind, str(refusal))
+        return Failed(name, refusal.kind, str(refusal))
     if description.code_hash != code_hash():
         return Failed(description.node, "code-hash", "the node runs other code than the server")
     if description.examples < 1:

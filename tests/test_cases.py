@@ -572,6 +572,10 @@ def test_case_11_nodes_that_declare_no_rows_end_the_run_by_name(run: Run) -> Non
     outcome = run("method=ffa_lora", tamper=no_rows)
     assert not any(asks(m) for m in outcome.grid.sent)
     assert "client-0: the node has no rows" in outcome.json("failure.json")["reason"]
+    absent = outcome.json("summary.json")["failures"]
+    assert [(f["node"], f["reason"]) for f in absent] == [
+        (f"client-{i}", "zero-rows: the node has no rows") for i in range(3)
+    ]
 
 
 def test_case_11_tables_without_a_usable_row_void_every_round(run: Run, tmp_path: Path) -> None:
@@ -925,7 +929,9 @@ def test_case_17_clients_that_find_no_room_are_named_and_the_others_count(
     assert outcome.error is None
     assert outcome.rounds[0]["phases"][0]["replied"] == 2
     assert [f[1] for f in failures(outcome)] == ["client-2", "client-3"]
-    assert all("OutOfMemoryError" in f["reason"] for f in outcome.json("summary.json")["failures"])
+    for failure in outcome.json("summary.json")["failures"]:
+        assert "OutOfMemoryError" in failure["reason"]
+        assert "federation.gpus_per_client" in failure["reason"]  # what to set
 
 
 def as_proto(content: RecordDict) -> RecordDict:
