@@ -9,19 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from privet.config import CONF_DIR, Config, compose, quoted
+from privet.config import CONF_DIR, compose
 from privet.errors import PrivetError
-
-APP_DIR = CONF_DIR.parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.handler(arguments))
     except PrivetError as error:
-        print(f"privet: {error}", file=sys.stderr)
+        # One line, but for a sweep: there it is one for each wrong combination.
+        for line in str(error).splitlines():
+            print(f"privet: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -62,17 +58,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="train, through Flower", description=_run.__doc__)
+    run = commands.add_parser("run", help="train, through Flower", description=_run.__doc__, epilog=_SWEEPS)
     run.add_argument("overrides", nargs="*", metavar="key=value", help="for example method=ffa_lora seed=1")
-    run.add_argument("--dry-run", action="store_true", help="print the plan and train nothing")
+    run.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep: run every combination of the lists"
+    )
+    run.add_argument("--resume", type=Path, default=None, metavar="RUN", help="go on with a run broken off")
+    run.add_argument("--dry-run", action="store_true", help="print the plan (-m: the runs), train nothing")
     run.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     run.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
-    run.add_argument("--name", default=None, help="name of this run's folder (default: time and settings)")
+    run.add_argument(
+        "--name", default=None, help="name of the folder (default: time and settings, or swept keys)"
+    )
+    run.add_argument("--cpus", type=int, default=None, help=argparse.SUPPRESS)
+    run.add_argument("--parent", type=int, default=None, help=argparse.SUPPRESS)
     run.set_defaults(handler=_run)
 
     check = commands.add_parser("check", help="print the plan of a run", description=_check.__doc__)
     check.add_argument("overrides", nargs="*", metavar="key=value")
     check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)
     check.set_defaults(handler=_check)
 
     methods = commands.add_parser("methods", help="list the methods", description=_methods.__doc__)
@@ -93,88 +98,71 @@ def _parser() -> argparse.ArgumentParser:
 # --- run -----------------------------------------------------------------------------------------
 
 
+_SWEEPS = (
+    "A sweep, -m, takes lists in Hydra's syntax (seed=1,2,3 or seed=range(1,4)) and runs every combination in a "
+    "folder of its own; sweep.parallel=2 runs two side by side. The same command again skips finished runs, goes on "
+    "with those broken off and starts the missing ones. privacy=dp,none privacy.epsilon=3,6 is three runs: without "
+    "privacy, the other privacy settings have no effect and are left out."
+)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     """Train through Flower's own `flwr run`, on a SuperLink of its own, and wait for the end."""
-    if arguments.dry_run:
-        return _check(arguments)
-    if arguments.json:
+    if arguments.json and not arguments.dry_run:
         raise PrivetError("--json goes with --dry-run: a run shows its progress, its results are JSON files")
+    if arguments.resume is not None:
+        return _resume(arguments)
+    if arguments.multirun:
+        return _sweep(arguments)
+    for override in arguments.overrides:
+        if override.startswith("sweep."):
+            raise PrivetError(f"'{override}' is a setting of a sweep: it goes with -m")
+    if arguments.dry_run:
+        return _plan(arguments)
+    from privet import runner
+
     config = compose(arguments.overrides)
-    # Everything that can be refused is refused here, before Flower starts. The plan is made in a process of its
-    # own, so that this one, which only waits, does not hold PyTorch in memory.
-    command = [sys.executable, "-m", "privet.cli", "check", "--json", *arguments.overrides]
-    checked = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if checked.returncode:
-        return checked.returncode
-    for text in json.loads(checked.stdout)["warnings"]:
-        print(f"note: {text}", file=sys.stderr)
+    # Everything that can be refused is refused here, before Flower starts.
+    overrides, config = runner.absolute(arguments.overrides, config)
+    (plan,) = runner.check([overrides]).plans
+    if plan.error is not None:
+        raise PrivetError(plan.error)
+    _print_notes(plan.warnings)
+    return runner.start(runner.new_run_dir(arguments.runs, arguments.name, config), overrides)
 
-    from privet.launcher import launch
-    from privet.progress import EVENTS_FILE, Progress
 
-    run_dir = _new_run_dir(arguments.runs, arguments.name, config)
-    federation = {
-        "num-supernodes": config.federation.clients,
-        "client-resources-num-cpus": config.federation.cpus_per_client,
-        "client-resources-num-gpus": config.federation.gpus_per_client,
-    }
-    run_config: dict[str, str | int] = {
-        "run-dir": str(run_dir),
-        "overrides": shlex.join([*arguments.overrides, *_absolute_paths(config)]),
-    }
-    with Progress(run_dir / EVENTS_FILE) as progress:
-        outcome = launch(
-            run_config=run_config,
-            run_dir=run_dir,
-            federation=federation,
-            app_dir=APP_DIR,
-            on_tick=progress.tick,
-            on_stopping=progress.stopping,
+def _resume(arguments: argparse.Namespace) -> int:
+    from privet import runner
+
+    if arguments.overrides:
+        raise PrivetError(
+            f"'{arguments.overrides[0]}' does not go with --resume: a run keeps its configuration"
         )
-    if outcome.status != "completed":
-        print(f"privet: the run {outcome.status}: {outcome.detail}", file=sys.stderr)
-        print(f"run directory: {run_dir}", file=sys.stderr)
-        return int(outcome.exit_code)
-    return 0
+    for option in ("multirun", "dry_run", "name"):
+        if getattr(arguments, option):
+            raise PrivetError(f"--{option.replace('_', '-')} does not go with --resume")
+    run_dir = runner.find_run(arguments.resume, arguments.runs)
+    return runner.resume(run_dir, cpus=arguments.cpus, parent=arguments.parent)
 
 
-def _new_run_dir(runs: Path | None, name: str | None, config: Config) -> Path:
-    """Make a fresh folder; a run never writes into another run's."""
-    base = (runs or Path("runs")).expanduser().resolve()
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise PrivetError(f"--name {name} is not allowed: letters, digits, '.', '_' and '-'")
-    budget = f"eps{config.privacy.epsilon:g}" if config.privacy.epsilon is not None else "nonprivate"
-    stem = name or time.strftime(
-        f"%Y%m%d-%H%M%S-{config.method.name}-{config.task.name}-{budget}-s{config.seed}"
-    )
-    for attempt in range(100):
-        path = base / (stem if not attempt else f"{stem}-{attempt + 1}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            if name:
-                raise PrivetError(f"{path} exists already: name another run, or remove it") from None
-        except OSError as error:
-            raise PrivetError(f"{path} cannot be made: {error.strerror}") from None
-        else:
-            return path
-    raise PrivetError(f"{base / stem} exists 100 times: name this run with --name")
+def _sweep(arguments: argparse.Namespace) -> int:
+    from privet import slots, sweep
+
+    found = sweep.prepare(arguments.overrides, arguments.runs, arguments.name)
+    if arguments.dry_run:
+        runs = found.to_list()
+        print(json.dumps(runs, indent=2) if arguments.json else "\n".join(_table(sweep.state_rows(found))))
+        return 0
+    _print_notes(found.notes)
+    code = slots.run(found)
+    table = _table(sweep.result_rows(found))  # privet.compare.print_table(found.paths) joins here
+    print("\n".join(["", *table, f"sweep directory: {found.folder}"]))
+    return code
 
 
-def _absolute_paths(config: Config) -> list[str]:
-    """Return overrides that make local paths absolute: a run's processes do not start in the user's folder.
-
-    Data paths are always local; a model's path is, where such a folder exists, and else a hub name.
-    """
-    data = {"task.path": config.task.path, "task.test_path": config.task.test_path}
-    model = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    local = {k: v for k, v in data.items() if v is not None}
-    local |= {k: v for k, v in model.items() if v is not None and Path(v).expanduser().exists()}
-    return [
-        quoted(key, str(Path(value).expanduser().resolve()))
-        for key, value in local.items()
-        if not value.startswith("package:")
-    ]
+def _print_notes(texts: Sequence[str]) -> None:
+    for text in texts:
+        print(f"note: {text}", file=sys.stderr)
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -182,12 +170,37 @@ def _absolute_paths(config: Config) -> list[str]:
 
 def _check(arguments: argparse.Namespace) -> int:
     """Print what a run would do - privacy, messages, memory - and train nothing."""
+    return _check_batch() if arguments.batch else _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     config = compose(arguments.overrides)
     _quiet_libraries()
     from server_app.plan import make_plan
 
     plan = make_plan(config).to_dict()
     print(json.dumps(plan, indent=2) if arguments.json else _plan_text(plan))
+    return 0
+
+
+def _check_batch() -> int:
+    """Plan every list of overrides on standard input; see :func:`privet.runner.check`."""
+    _quiet_libraries()
+    import torch
+
+    from server_app.plan import make_plan
+
+    plans: list[dict[str, Any]] = []
+    for overrides in json.load(sys.stdin):
+        try:
+            plans.append({"error": None, "warnings": make_plan(compose(overrides)).warnings})
+        except PrivetError as error:
+            plans.append({"error": str(error), "warnings": []})
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            plans.append({"error": f"{type(error).__name__}: {text}", "warnings": []})
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    print(json.dumps({"plans": plans, "gpus": gpus}))
     return 0
 
 

@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -438,8 +439,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     overrides, chosen, values = _check_overrides(overrides)
     try:
         with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
-            plain = hydra_compose("config", overrides=[f"{g}={v}" for g, v in chosen.items()])
-            known = set(_dotted(OmegaConf.to_container(plain, resolve=False)))
+            known = _known_keys(tuple(f"{g}={v}" for g, v in chosen.items()))
             for key in values:
                 if key not in known:
                     raise ConfigError(unknown("key", key, _siblings(key, known)))
@@ -514,6 +514,16 @@ def _check_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str
         else:
             keys.append(key)
     return readable, chosen, keys
+
+
+@lru_cache(maxsize=64)
+def _known_keys(chosen: tuple[str, ...]) -> frozenset[str]:
+    """Return the keys that the chosen files have; a sweep asks for the same ones again and again."""
+    from hydra import compose as hydra_compose
+    from omegaconf import OmegaConf
+
+    plain = hydra_compose("config", overrides=list(chosen))
+    return frozenset(_dotted(OmegaConf.to_container(plain, resolve=False)))
 
 
 def _dotted(node: Any, path: str = "") -> Iterator[str]:

@@ -62,9 +62,22 @@ class EventReader:
         return events
 
 
+@dataclass(frozen=True)
+class RoundState:
+    """What is kept of a finished round."""
+
+    void: bool
+    metrics: dict[str, float]
+    seconds: float | None
+
+
 @dataclass
 class RunState:
-    """What is known of a run from its events so far; `update` is the only way to change it."""
+    """What is known of a run from its events so far; `update` is the only way to change it.
+
+    A resumed run appends to the events of the one before: a second plan, and then perhaps rounds that were
+    there already. What comes again replaces what was there, so that nothing is counted twice.
+    """
 
     plan: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
@@ -74,15 +87,38 @@ class RunState:
     phase: str = ""
     done: int = 0
     sent: int = 0
-    refused: int = 0
-    void: int = 0
-    accuracy: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    rounds: dict[int, RoundState] = field(default_factory=dict)
+    refusals: dict[int, int] = field(default_factory=dict)
     epsilon: float | None = None
     upload_bytes: int | None = None
     download_bytes: int | None = None
-    seconds: list[float] = field(default_factory=list)
     note: str = ""
+    _planned_again: bool = False
+
+    @property
+    def refused(self) -> int:
+        """Refused replies over all rounds."""
+        return sum(self.refusals.values())
+
+    @property
+    def void(self) -> int:
+        """Rounds that changed nothing."""
+        return sum(r.void for r in self.rounds.values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest scores."""
+        return next((r.metrics for _, r in sorted(self.rounds.items(), reverse=True) if r.metrics), {})
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The accuracy of every scored round, oldest first."""
+        return [r.metrics["accuracy"] for _, r in sorted(self.rounds.items()) if "accuracy" in r.metrics]
+
+    @property
+    def seconds(self) -> list[float]:
+        """What every round took, oldest first."""
+        return [r.seconds for _, r in sorted(self.rounds.items()) if r.seconds is not None]
 
     def update(self, event: Mapping[str, Any]) -> None:
         """Take in one event; unknown kinds and missing keys are ignored."""
@@ -90,11 +126,29 @@ class RunState:
         if take is not None:
             take(event)
 
+    def pause(self) -> None:
+        """Forget how the run before this one ended: it goes on."""
+        self.end, self.phase, self.done, self.sent = None, "", 0, 0
+        self.current = self.finished
+
     def _on_plan(self, event: Mapping[str, Any]) -> None:
+        self.pause()
+        self._planned_again = bool(self.plan)
         self.plan = dict(event)
         self.total = int(event.get("rounds") or 0) + int(event.get("warmup_rounds") or 0)
 
+    def _rewind(self, event: Mapping[str, Any]) -> None:
+        """Drop rounds that the run takes anew after a second plan: it goes on from its last checkpoint."""
+        number = int(event.get("round") or 0)
+        if not self._planned_again or not number:
+            return
+        self._planned_again = False
+        self.rounds = {k: v for k, v in self.rounds.items() if k < number}
+        self.refusals = {k: v for k, v in self.refusals.items() if k < number}
+        self.finished = number - 1
+
     def _on_phase(self, event: Mapping[str, Any]) -> None:
+        self._rewind(event)
         self.current = int(event.get("round") or self.current)
         self.total = int(event.get("of") or self.total)
         self.phase = str(event.get("phase") or "")
@@ -103,25 +157,27 @@ class RunState:
     def _on_reply(self, event: Mapping[str, Any]) -> None:
         self.done = int(event.get("done") or self.done + 1)
         self.sent = int(event.get("sent") or self.sent)
-        self.refused += event.get("ok") is False
+        if event.get("ok") is False:
+            number = int(event.get("round") or self.current)
+            self.refusals[number] = self.refusals.get(number, 0) + 1
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
+        self._rewind(event)
         self.current = int(event.get("round") or self.current)
         self.total = int(event.get("of") or self.total)
         self.finished = self.current
         self.phase, self.done, self.sent = "", 0, 0
-        self.void += bool(event.get("void"))
-        if event.get("eval"):
-            self.metrics = _numbers(event["eval"])
-            if "accuracy" in self.metrics:
-                self.accuracy.append(self.metrics["accuracy"])
+        seconds = event.get("seconds")
+        self.rounds[self.current] = RoundState(
+            void=bool(event.get("void")),
+            metrics=_numbers(event.get("eval")),
+            seconds=None if seconds is None else float(seconds),
+        )
         if event.get("epsilon_max") is not None:
             self.epsilon = float(event["epsilon_max"])
         for key in ("upload_bytes", "download_bytes"):
             if event.get(key) is not None:
                 setattr(self, key, int(event[key]))
-        if event.get("seconds") is not None:
-            self.seconds.append(float(event["seconds"]))
 
     def _on_note(self, event: Mapping[str, Any]) -> None:
         self.note = str(event.get("text") or "")
@@ -148,6 +204,8 @@ class RunState:
 class Progress:
     """Follows a run's events and draws them; use as a context manager.
 
+    Events that are there at the start belong to a run that is resumed: they count, but are not told again.
+
     Parameters
     ----------
     events : Path
@@ -163,16 +221,23 @@ class Progress:
         self._started = self._round_ended = time.monotonic()
         self._drawn = 0.0
         self._stopping = False
+        self._starting = True
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
         self._started = self._round_ended = time.monotonic()
+        for event in self._reader.read():
+            self.state.update(event)
+        self.state.pause()
+        self.state.note = ""
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
         else:
             self._print("starting Flower and Ray ...")
+            if self.state.finished:
+                self._print(f"resuming after round {self.state.finished} of {self.state.total}")
         return self
 
     def __exit__(
@@ -194,6 +259,7 @@ class Progress:
     def tick(self, *, force: bool = False) -> None:
         """Read new events and redraw; cheap enough to be called ten times a second."""
         for event in self._reader.read():
+            self._starting = False
             self.state.update(event)
             if event.get("event") == "round":
                 self._round_ended = time.monotonic()
@@ -217,7 +283,7 @@ class Progress:
         elapsed = time.monotonic() - self._started
         if self._stopping:
             self._spinner.update(text="Stopping the run (Ctrl-C again: at once)", style="yellow")
-        elif not state.plan:
+        elif self._starting or not state.plan:
             self._spinner.update(text=f"Starting Flower and Ray, takes 15 to 30 s   {_clock(elapsed)}")
         if not state.plan:
             return self._spinner
@@ -238,7 +304,7 @@ class Progress:
         parts: list[RenderableType] = [Text(plan_line(state.plan), style="bold"), rows]
         if state.note:
             parts.append(Text(state.note, style="yellow"))
-        if self._stopping:
+        if self._stopping or self._starting:
             parts.append(self._spinner)
         return Group(*parts)
 

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from privet.cli import _absolute_paths, _new_run_dir, main
-from privet.config import compose
-from privet.errors import PrivetError
+from privet.cli import main
+from privet.config import options
 from tests.conftest import Outcome
 
 
@@ -64,6 +62,9 @@ def test_the_plan_is_what_the_run_then_does(
     ("arguments", "words"),
     [
         (["check", "method=fedhsp"], "did you mean 'fedhsip'"),
+        (["run", "seed=1,2"], "privet run -m"),
+        (["run", "seed=1", "sweep.parallel=2"], "goes with -m"),
+        (["run", "seed=1", "--json"], "--json goes with --dry-run"),
         (["check", "task.path=nowhere.csv"], "nowhere.csv"),
         (["check", "model=tiny_random", "model.lora.targets=[qury]"], "did you mean 'query'"),
         (["check", "model=tiny_random", "federation.partition.kind=natural"], "federation.partition"),
@@ -98,37 +99,6 @@ def test_ledger_shows_budget_spent_and_what_still_fits(
 
 def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "fedavg",
-        "fedhsip",
-        "ffa_lora",
-        "probe",
-    ]
-
-
-def test_a_run_never_writes_into_another_runs_folder(tmp_path: Path) -> None:
-    config = compose()
-    first, second = _new_run_dir(tmp_path, None, config), _new_run_dir(tmp_path, None, config)
-    assert first != second
-    _new_run_dir(tmp_path, "mine", config)
-    with pytest.raises(PrivetError, match="exists already"):
-        _new_run_dir(tmp_path, "mine", config)
-
-
-def test_local_paths_become_absolute_and_hub_names_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own-model").mkdir()
-    data = ["task=csv", "task.labels=[a,b]", "task.test_rows=1", "'task.path=site {client}.csv'".strip("'")]
-    data[-1] = "task.path='site {client}.csv'"
-    data[2:3] = ["task.test_path=test.csv"]
-    hub = compose([*data, "model=pretrained", "model.path=FacebookAI/roberta-base"])
-    assert _absolute_paths(hub) == [
-        f"task.path='{tmp_path}/site {{client}}.csv'",
-        f"task.test_path='{tmp_path}/test.csv'",
-    ]
-    own = compose([*data, "model=pretrained", "model.path=own-model"])
-    again = compose([*data, "model=pretrained", "model.path=own-model", *_absolute_paths(own)])
-    assert again.model.path == f"{tmp_path}/own-model"
-    assert again.task.path == f"{tmp_path}/site {{client}}.csv"
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == options("method")
+    assert {"fedavg", "fedhsip", "ffa_lora", "probe"} <= set(names)

@@ -107,6 +107,65 @@ def test_a_resumed_run_counts_only_what_is_left() -> None:
     assert state.seconds_left(0.0) == 8.0
 
 
+RESUMED = [
+    PLAN,
+    {"event": "round", "round": 1, "of": 3, "eval": {"accuracy": 0.5}, "seconds": 10.0, "void": False},
+    {"event": "reply", "round": 2, "phase": "train", "node": "0", "ok": False, "reason": "x"},
+    {"event": "round", "round": 2, "of": 3, "eval": {"accuracy": 0.6}, "seconds": 10.0, "void": True},
+    {"event": "phase", "round": 3, "of": 3, "phase": "train", "sent": 4},
+    {"event": "end", "status": "failed"},
+    PLAN,
+]
+AGAIN = [
+    {"event": "phase", "round": 2, "of": 3, "phase": "sketch", "sent": 4},
+    {"event": "reply", "round": 2, "phase": "sketch", "node": "0", "ok": False, "reason": "x"},
+    {"event": "phase", "round": 2, "of": 3, "phase": "train", "sent": 4},
+    {"event": "round", "round": 2, "of": 3, "eval": {"accuracy": 0.7}, "seconds": 30.0, "void": True},
+]
+
+
+def test_rounds_that_come_again_count_once() -> None:
+    state = state_after(RESUMED)
+    assert (state.finished, state.current, state.phase, state.end) == (2, 2, "", None)
+    state = state_after([*RESUMED, AGAIN[0]])
+    assert (state.finished, state.void, state.refused, state.accuracy) == (1, 0, 0, [0.5])
+    state = state_after([*RESUMED, *AGAIN])
+    assert (state.finished, state.total, state.void, state.refused) == (2, 3, 1, 1)
+    assert state.accuracy == [0.5, 0.7]
+    assert state.seconds_left(0.0) == 20.0
+    # Also where only the round's end was written.
+    assert state_after([*RESUMED, AGAIN[3]]).accuracy == [0.5, 0.7]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_resumed_run_shows_its_earlier_rounds_once(tmp_path: Path, terminal: bool) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, RESUMED[:-1])
+    screen, out = console(terminal=terminal)
+    with Progress(path, screen) as progress:
+        progress.tick(force=True)
+        assert "round 1/3" not in out.getvalue()
+        assert "Starting Flower" in out.getvalue() or "resuming after round 2 of 3" in out.getvalue()
+        write(path, [PLAN, {"event": "round", "round": 3, "of": 3, "eval": {"accuracy": 0.8}, "seconds": 1}])
+        progress.tick(force=True)
+        write(path, [END])
+    text = out.getvalue()
+    assert "3 of 3, 1 void" in text
+    assert "failed" not in text
+    if not terminal:
+        assert text.count("round 3/3") == 1
+        assert "node 0 refused" not in text
+
+
+def test_a_resumed_run_that_never_comes_up_has_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, RESUMED[:-1])
+    screen, out = console(terminal=False)
+    with Progress(path, screen):
+        pass
+    assert "failed" not in out.getvalue()
+
+
 def test_unknown_and_incomplete_events_are_harmless() -> None:
     events: list[dict[str, Any]] = [
         {"event": k} for k in ("plan", "phase", "reply", "round", "note", "end", "new")
