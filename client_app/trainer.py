@@ -18,6 +18,7 @@ from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
 from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.privacy.engine import Clipped, GradientEngine
+from privet.privacy.low_rank import WeightProduct
 from privet.privacy.parts import ProjectedParameters
 from privet.privacy.rng import Randomness
 from privet.privacy.sampling import poisson_draw, shuffled_batches
@@ -208,15 +209,14 @@ class Trainer:
                 module.eval()
 
     def _engine(self, trainables: Trainables, clip: float) -> GradientEngine:
-        if trainables.projection is None:
-            return GradientEngine(self._model.module, clip=clip)
-        rule, names = trainables.projection
-        order = tuple(self._model.full_name(n) for n in names)
-        return GradientEngine(
-            self._model.module,
-            clip=clip,
-            projection=ProjectedParameters(rule.slots, rule.coefficients, rule.d, order),
-        )
+        full, projection = self._model.full_name, None
+        if trainables.projection is not None:
+            rule, names = trainables.projection
+            order = tuple(full(n) for n in names)
+            projection = ProjectedParameters(rule.slots, rule.coefficients, rule.d, order)
+        scaling = self._model.spec.scaling
+        products = [WeightProduct(full(t.a), full(t.b), scaling) for t in trainables.products]
+        return GradientEngine(self._model.module, clip=clip, projection=projection, products=products)
 
     def _optimizer(self, trainables: Trainables, lr: float) -> torch.optim.Optimizer:
         """Return a fresh optimiser: no state passes from round to round or from client to client."""

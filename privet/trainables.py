@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from privet.adapters import AdaptedModel
+from privet.adapters import AdaptedModel, TargetModule
 from privet.projection import Projection, unflatten
 
 THETA = "theta"
@@ -36,6 +36,11 @@ class Trainables(Protocol):
         """The projection and the model parameters it covers, in its order; None without one."""
         ...
 
+    @property
+    def products(self) -> Sequence[TargetModule]:
+        """Targets that clip an example by the gradient of their whole weight, while only their B trains."""
+        ...
+
     def collect(self) -> None:
         """Without privacy: turn the model's autograd gradients into gradients of the leaves."""
         ...
@@ -54,12 +59,16 @@ class Factors:
         Holds the parameters.
     names : sequence of str
         Which of them train.
+    clip_products : bool
+        Under privacy, clip and noise the gradient of the whole weight of every target whose B trains, in place of
+        that of B (FedASK). A must not train then.
     """
 
     projection = None
 
-    def __init__(self, model: AdaptedModel, names: Sequence[str]) -> None:
+    def __init__(self, model: AdaptedModel, names: Sequence[str], *, clip_products: bool = False) -> None:
         self.model_names = tuple(names)
+        self.products = tuple(t for t in model.spec.targets if clip_products and t.b in self.model_names)
         self.leaves = {n: model.parameter(n) for n in names}
 
     def collect(self) -> None:
@@ -85,6 +94,8 @@ class Projected:
     head : sequence of str
         Head parameters trained next to theta.
     """
+
+    products: tuple[TargetModule, ...] = ()
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from privet.errors import ConfigError
+from privet.privacy.low_rank import ProductPart, WeightProduct
 from privet.privacy.parts import LinearPart, Part, ProjectedParameters, ProjectedPart, uneven_rows
-from privet.privacy.per_sample import Tap, is_linear
+from privet.privacy.per_sample import InputKeeper, OuterTap, StandIn, Tap, is_linear, is_transposed
 
 if TYPE_CHECKING:
     from privet.privacy.rng import Randomness
@@ -67,6 +68,10 @@ class GradientEngine:
     projection : ProjectedParameters, optional
         Train shared coordinates in place of the parameters that it names; the remaining ones (a head)
         train as they are, inside the same clip.
+    products : sequence of WeightProduct
+        LoRA pairs with a frozen A: the examples' gradients with respect to the *whole* weight are what is
+        clipped and noised; what comes out is still the gradient of B. Other pairs and the head are clipped by
+        their own gradients, inside the same clip.
 
     Raises
     ------
@@ -85,7 +90,12 @@ class GradientEngine:
     """
 
     def __init__(
-        self, model: nn.Module, *, clip: float, projection: ProjectedParameters | None = None
+        self,
+        model: nn.Module,
+        *,
+        clip: float,
+        projection: ProjectedParameters | None = None,
+        products: Sequence[WeightProduct] = (),
     ) -> None:
         if not (clip > 0 and math.isfinite(clip)):
             raise ConfigError(f"privacy.clip = {clip} is not allowed: greater than 0 and finite")
@@ -94,7 +104,7 @@ class GradientEngine:
         self._clip = clip
         self._parameters = _trainable(model)
         owners = _owners(model, self._parameters)
-        self._parts, self._taps = _build(owners, projection)
+        self._parts, self._taps = _build(model, owners, projection, products)
         self._batch_norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
         self._shapes = {name: shape for part in self._parts for name, shape in part.shapes.items()}
         self._sums: dict[str, Tensor] = {}
@@ -102,7 +112,7 @@ class GradientEngine:
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Shape of every result of :meth:`private_sum`, by name; together, the vector that is clipped."""
+        """Shape of every result of :meth:`private_sum`, by name; without products, the vector that is clipped."""
         return self._shapes
 
     # --- life of the taps ---------------------------------------------------------------------------
@@ -130,6 +140,8 @@ class GradientEngine:
             if not is_linear(tap.module):
                 raise ConfigError(f"{name} has a forward that is not its own: is another engine attached?")
         self._refuse_batch_norm()
+        for part in self._parts:
+            part.begin()
         for tap in self._taps.values():
             tap.insert()
         self._attached = True
@@ -211,7 +223,7 @@ class GradientEngine:
         randomness : Randomness
             Source of the noise.
         sigma : float
-            Noise multiplier: the standard deviation in every coordinate is ``sigma * clip``.
+            Noise multiplier: the standard deviation in every coordinate that is clipped is ``sigma * clip``.
         expected_batch : int
             b, the public divisor; never the size of the actual draw.
 
@@ -227,11 +239,13 @@ class GradientEngine:
             raise ValueError(f"expected_batch = {expected_batch} is not a batch size")
         if any(part.rows is not None for part in self._parts):
             raise RuntimeError("a micro-batch was neither accumulated nor discarded")
-        released = {}
+        released: dict[str, Tensor] = {}
         for part in self._parts:
+            totals = {}
             for name, noise in part.noise(randomness, sigma * self._clip).items():
                 total = noise if name not in self._sums else noise.add_(self._sums[name])
-                released[name] = total.div_(expected_batch)
+                totals[name] = total.div_(expected_batch)
+            released.update(part.release(totals))
         self._sums = {}
         return released
 
@@ -251,7 +265,7 @@ class GradientEngine:
             if part.rows != rows:
                 raise uneven_rows(part.name, part.rows or 0, rows)
         for name, tap in self._taps.items():
-            if tap.called and not tap.recorded:
+            if tap.missed:
                 raise ConfigError(
                     f"{name} was used but got no gradient: under re-entrant checkpointing the inputs must "
                     "require grad (model.enable_input_require_grads()), or use_reentrant=False"
@@ -339,11 +353,14 @@ def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
 
 
 def _build(
-    owners: Mapping[str, nn.Module], projection: ProjectedParameters | None
-) -> tuple[list[Part], dict[str, Tap]]:
-    """Return the parts of the clipped vector and a tap for every layer that trains."""
+    model: nn.Module,
+    owners: Mapping[str, nn.Module],
+    projection: ProjectedParameters | None,
+    products: Sequence[WeightProduct],
+) -> tuple[list[Part], dict[str, StandIn]]:
+    """Return the parts of the clipped vector and a stand-in for every layer that trains or is listened to."""
     parts: list[Part] = []
-    taps: dict[str, Tap] = {}
+    taps: dict[str, StandIn] = {}
     names = {f"{name}.weight" if name else "weight": name for name in owners}
     if projection is not None:
         modules = {}
@@ -359,9 +376,48 @@ def _build(
         parts.append(projected)
         for parameter in projection.order:
             taps[names[parameter]] = Tap(modules[parameter], projected.recorder(parameter))
+    parts.extend(_tap_products(model, owners, products, taps))
     for name, module in owners.items():
         if name not in taps:
             part = LinearPart(name, module)
             parts.append(part)
             taps[name] = Tap(module, part.record)
     return parts, taps
+
+
+def _tap_products(
+    model: nn.Module,
+    owners: Mapping[str, nn.Module],
+    products: Sequence[WeightProduct],
+    taps: dict[str, StandIn],
+) -> list[Part]:
+    """Return a part for every product and add the stand-ins of both of its layers to `taps`.
+
+    Raises
+    ------
+    ConfigError
+        For a product that is not a frozen A and a trained B, or that is spoken for already.
+    """
+    parts: list[Part] = []
+    plain = {f"{n}.weight": n for n, m in model.named_modules() if _without_bias(m)} if products else {}
+    for product in products:
+        a, b = plain.get(product.a), plain.get(product.b)
+        if a is None or a in owners:
+            raise ConfigError(f"products: {product.a} is not the frozen weight of an nn.Linear without bias")
+        if b is None or b not in owners:
+            raise ConfigError(f"products: {product.b} is not the trained weight of an nn.Linear without bias")
+        if a in taps or b in taps:
+            raise ConfigError(f"products: {product.a} or {product.b} is in the projection or another product")
+        inner, outer = model.get_submodule(a), owners[b]
+        read, given = outer.get_parameter("weight").shape[1], inner.get_parameter("weight").shape[0]
+        if read != given:
+            raise ConfigError(f"products: {product.b} reads {read} numbers, but {product.a} gives {given}")
+        part = ProductPart(product, inner, outer)
+        parts.append(part)
+        taps[a] = keeper = InputKeeper(inner)
+        taps[b] = OuterTap(outer, part.record, keeper, part.complete, part.name)
+    return parts
+
+
+def _without_bias(module: nn.Module) -> bool:
+    return is_linear(module) and not is_transposed(module) and module.bias is None

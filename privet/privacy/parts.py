@@ -4,7 +4,8 @@ A training step clips one vector per example: everything that trains, concatenat
 its coordinates. It knows how the block's per-example gradients are kept between the backward pass and the
 clipping, what they add to the squared norm, how they are summed, and which noise their sum needs. The engine
 only adds the squared norms over the parts and hands back one factor per example, so another geometry (a norm
-other than the gradient's own, with the noise that belongs to it) is another part.
+other than the gradient's own, with the noise that belongs to it) is another part, as in
+:mod:`privet.privacy.low_rank`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class Part(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    def begin(self) -> None:  # noqa: B027 - most parts read nothing but what is recorded
+        """Get ready for the steps to come; called whenever the engine is attached."""
+
     @property
     @abstractmethod
     def rows(self) -> int | None:
@@ -69,7 +73,7 @@ class Part(ABC):
 
     @abstractmethod
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
-        """``sum_i factors_i g_i`` over the examples, by name, for `factors` (rows,)."""
+        """``sum_i factors_i g_i`` over the examples, by name, for `factors` (rows,), as :meth:`noise` is shaped."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -81,6 +85,10 @@ class Part(ABC):
             name: randomness.normal(tuple(shape), device=self.device, dtype=self.dtype) * std
             for name, shape in self.shapes.items()
         }
+
+    def release(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Turn noised sums into the gradients that :attr:`shapes` announces: post-processing."""
+        return totals
 
     def _check_rows(self, layer: str, rows: int) -> None:
         if self.rows not in (None, rows):
