@@ -197,7 +197,8 @@ class FedASK(LoraStrategy):
         return Payload({name: z.float() for name, z in found.items()})
 
     def _trainables(self, session: Session) -> Factors:
-        return Factors(session.model, [*self.trained, *self.trained_head])
+        names = [*self.trained, *self.trained_head]
+        return Factors(session.model, names, clip_products=self.params.clip == "W")
 
     # --- pieces for both -------------------------------------------------------------------------
 

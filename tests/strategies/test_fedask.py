@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Message
@@ -15,10 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from client_app.node import answer_train
-from privet.adapters import adapter_spec, initial_tensors, load_model
+from client_app.trainer import Noise, Trainer
+from privet.adapters import adapter_spec, initial_tensors, load_model, load_tokenizer
 from privet.config import compose
+from privet.data.collate import tokenise
+from privet.data.partition import client_examples
 from privet.errors import ConfigError
 from privet.privacy.ledger import Ledger
+from privet.privacy.rng import make_randomness
 from privet.wire import Arrays, Payload, pack_request, unpack_failure, unpack_request
 from server_app.plan import make_plan
 from strategies.base import load_method
@@ -189,6 +194,39 @@ def test_omega_changes_with_the_round_unless_it_is_fixed() -> None:
 def test_impossible_settings_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         fedask(*overrides)
+
+
+class OneStep(StubSession):
+    """A session that takes one real private step on one row, without noise."""
+
+    def __init__(self, method: FedASK) -> None:
+        super().__init__(method, {}, 1)
+        config = method.config
+        rows = client_examples(config, 0).take(np.array([0]))
+        tokens = tokenise(load_tokenizer(config.model), rows, 32)
+        self._trainer = Trainer(self.model, tokens, 0, config.train, config.privacy)
+
+    def train(self, trainables: Any, *, lr: float | None = None) -> None:
+        self._trainer.train_private(trainables, 1, Noise(1.0, 0.0, make_randomness("fast", None)))
+
+
+def test_the_clip_bounds_what_it_says(settings: list[str]) -> None:
+    """What moves B is (alpha / r) c G A^T, with c = C / ||G|| for G = dl/dB or for G = dl/dW."""
+    clip, moved = 1e-3, {}
+    small = [f"privacy.clip={clip}", "train.batch_size=1", "train.lr=1", "task.head=frozen"]
+    for geometry in ("B", "W"):
+        method = fedask(*settings, *small, f"method.clip={geometry}")
+        method.round_number = 1
+        session = OneStep(method)
+        first = method.initial(initial_tensors(method.spec, 0, "frozen"))
+        method.client("sketch", method.download("sketch", first, True), session)
+        kept = session.recall("factors")
+        assert kept is not None
+        moved[geometry] = torch.cat([kept[n].flatten() for n in method.spec.b]).double()
+    assert float(moved["B"].norm()) == pytest.approx(clip, rel=1e-4)  # from B = 0, one step of rate 1
+    cosine = moved["B"] @ moved["W"] / (moved["B"].norm() * moved["W"].norm())
+    assert float(cosine) == pytest.approx(1, abs=1e-6)  # the same direction, another length
+    assert float(moved["W"].norm()) != pytest.approx(clip, rel=0.05)
 
 
 # --- numbers -------------------------------------------------------------------------------------
