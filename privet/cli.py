@@ -155,8 +155,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return 0
     _print_notes(found.notes)
     code = slots.run(found)
-    table = _table(sweep.result_rows(found))  # privet.compare.print_table(found.paths) joins here
-    print("\n".join(["", *table, f"sweep directory: {found.folder}"]))
+    from privet.compare import text_table
+
+    begun = [path for path in found.paths if (path / "config.yaml").exists()]
+    table = text_table(begun) if begun else "no run has begun"
+    print(f"\n{table}\nsweep directory: {found.folder}")
     return code
 
 

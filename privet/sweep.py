@@ -414,39 +414,6 @@ def main_metric(summary: Mapping[str, Any]) -> tuple[str, float] | None:
     return None if name is None else (name, float(metrics[name]))
 
 
-def result_rows(sweep: Sweep) -> list[list[str]]:
-    """Return a table of all runs, a header first: swept values, status, score, epsilon, numbers, seconds."""
-    keys = list(dict.fromkeys(key for c in sweep.combinations for key in c.values))
-    rows = []
-    scores: dict[str, None] = {}
-    for c in sweep.combinations:
-        summary = runner.read_summary(sweep.path(c))
-        score = main_metric(summary)
-        if score is not None:
-            scores[score[0]] = None
-        done = summary.get("status") == "completed"
-        epsilon = (
-            "none" if done and summary.get("epsilon") is None else _number(summary.get("epsilon"), ".3f")
-        )
-        rows.append(
-            [
-                *(c.values.get(key, "-") for key in keys),
-                str(summary.get("status") or runner.state_of(sweep.path(c))),
-                "-" if score is None else f"{score[1]:.4f}",
-                epsilon,
-                _number(summary.get("upload_numbers"), ",.0f"),
-                _number(summary.get("download_numbers"), ",.0f"),
-                _number(summary.get("seconds"), ".1f"),
-            ]
-        )
-    header = [*keys, "status", "/".join(scores) or "score", "epsilon", "upload", "download", "seconds"]
-    return [header, *rows]
-
-
 def state_rows(sweep: Sweep) -> list[list[str]]:
     """Return a table of all combinations and their states, a header first."""
     return [["run", "state"], *([c.name, sweep.states[c.name]] for c in sweep.combinations)]
-
-
-def _number(value: Any, form: str) -> str:
-    return "-" if value is None else format(float(value), form)

@@ -17,6 +17,7 @@ from privet.config import Config, compose, split_overrides
 from privet.errors import ConfigError, Refusal
 from privet.plan import warnings
 from privet.privacy.spending import Spending
+from privet.runner import is_completed
 from privet.wire import (
     Description,
     Failed,
@@ -29,7 +30,7 @@ from privet.wire import (
 from server_app.evaluation import Evaluator
 from server_app.plan import plan_event, plan_rounds
 from server_app.results import RunDirectory
-from server_app.saved import SavedRun, is_complete, last_checkpoint, load_config
+from server_app.saved import SavedRun, last_checkpoint, load_config
 from strategies.base import load_method
 from strategies.rounds import Run, from_record, to_record
 
@@ -88,7 +89,7 @@ def open_run(context: Context) -> tuple[RunDirectory, Config | None]:
     if context.run_config.get("resume", False) is not True:
         return RunDirectory(path), None
     config = load_config(path)
-    if is_complete(path):
+    if is_completed(path):
         raise Refusal("resume", f"{path} is complete already")
     return RunDirectory.reopen(path, last_checkpoint(path)), config
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from privet.atomic import write_atomic
 from privet.config import Config
 from privet.errors import Refusal, StoreError
 from privet.plan import NodePlan
+from privet.runner import saved_config
 from privet.schedule import Round, Schedule
 from privet.wire import Failed, code_hash
 from strategies.checkpoint import Checkpoint
@@ -87,35 +86,20 @@ class SavedRun:
 
 
 def load_config(run_dir: Path) -> Config:
-    """Read the resolved configuration of a run directory.
+    """Read the resolved configuration of a run that a server has begun.
 
     Raises
     ------
     PrivetError
         If there is none, or it is not a valid one.
     """
-    path = run_dir / "config.yaml"
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Refusal("resume", f"{run_dir} holds no run to resume") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        raise StoreError(f"{path} cannot be read") from None
-    if not isinstance(raw, dict):
-        raise StoreError(f"{path} is not a configuration")
-    return Config.from_dict(raw)
+    config = saved_config(run_dir) if (run_dir / "config.yaml").exists() else None
+    if config is None:
+        raise Refusal("resume", f"{run_dir} holds no run to resume")
+    return config
 
 
 def last_checkpoint(run_dir: Path) -> Checkpoint | None:
     """Return the newest checkpoint of a run directory; None before the first round's end."""
     files = sorted((run_dir / "checkpoints").glob("round-*.safetensors"))
     return Checkpoint.load(files[-1]) if files else None
-
-
-def is_complete(run_dir: Path) -> bool:
-    """Whether the run came to its end."""
-    try:
-        status = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(status == "completed")

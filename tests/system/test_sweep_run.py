@@ -1,4 +1,4 @@
-"""A sweep of two tiny runs, really through Flower; then again, and again with one of them broken."""
+"""FedASK and FedRand in a sweep, really through Flower; then again, and again with one of them broken."""
 
 from __future__ import annotations
 
@@ -29,21 +29,27 @@ def test_a_sweep_trains_each_run_once_and_resumes_the_broken_one(tmp_path: Path)
         "train.local_steps=2",
         "train.batch_size=16",
         "train.lr=0.5",
-        "method=ffa_lora",
+        "evaluation=both",
     ]
 
     def sweep() -> str:
-        command = [BIN / "privet", "run", "-m", *settings, "privacy.epsilon=3,6", "sweep.parallel=2"]
+        command = [BIN / "privet", "run", "-m", *settings, "method=fedask,fedrand", "sweep.parallel=2"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    sweep()
-    folder = tmp_path / "runs" / "sweep-privacy.epsilon"
-    runs = [folder / f"privacy.epsilon={e}" for e in (3, 6)]
+    out = sweep()
+    folder = tmp_path / "runs" / "sweep-method"
+    runs = [folder / f"method={m}" for m in ("fedask", "fedrand")]
     first = [json.loads((run / "summary.json").read_text()) for run in runs]
-    assert [s["status"] for s in first] == ["completed", "completed"]
-    assert 0 < first[0]["epsilon"] <= 3.0 < first[1]["epsilon"] <= 6.0
+    assert [(s["status"], s["method"]) for s in first] == [("completed", "fedask"), ("completed", "fedrand")]
+    assert all(0 < s["epsilon"] <= 6.0 for s in first)
+    (record,) = [json.loads(line) for line in (runs[0] / "rounds.jsonl").read_text().splitlines()]
+    assert [(p["name"], p["replied"]) for p in record["phases"]] == [("sketch", 1), ("project", 1)]
+    assert first[0]["client_metrics"]["personal"] is None
+    assert first[1]["client_metrics"]["personal"]["nodes"] == 1
+    lines = [line.split()[0] for line in out.splitlines() if line.strip()]
+    assert lines.index("method") < lines.index("fedask") < lines.index("fedrand")  # the one table at the end
 
     assert "skipped: 2 finished" in sweep()
     assert [json.loads((run / "summary.json").read_text()) for run in runs] == first
@@ -51,7 +57,7 @@ def test_a_sweep_trains_each_run_once_and_resumes_the_broken_one(tmp_path: Path)
     (runs[1] / "summary.json").unlink()
     out = sweep()
     assert "skipped: 1 finished" in out
-    assert "resume privacy.epsilon=6 (1 of 1)" in out
+    assert "resume method=fedrand (1 of 1)" in out
     again = [json.loads((run / "summary.json").read_text()) for run in runs]
     assert again[0] == first[0]
     assert again[1]["status"] == "completed"
