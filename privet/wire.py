@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +27,9 @@ from privet.errors import Refusal
 Arrays = dict[str, Tensor]
 PARTS: tuple[Literal["adapter", "head", "once"], ...] = ("adapter", "head", "once")
 _DTYPES = {"float32", "uint8", "uint16", "uint32"}
+_FLAG = re.compile(r"[a-z][a-z-]{0,31}")
+_MOST_FLAGS = 8
+_SCORE = re.compile(r"(global|personal)\.[a-z][a-z0-9_]{0,31}")
 
 
 @dataclass(frozen=True)
@@ -207,8 +211,10 @@ def unpack_request(content: RecordDict) -> Request:
 
 
 def unpack_reply(content: RecordDict) -> Reply:
-    """Read a reply; raises Refusal ``"malformed"`` as :func:`unpack_request` does."""
+    """Read a reply; raises Refusal ``"malformed"`` as :func:`unpack_request` does, and for a flag that is no word."""
     fields = _fields(content, "reply", Reply, also="metrics")
+    if len(fields["flags"]) > _MOST_FLAGS or not all(_FLAG.fullmatch(flag) for flag in fields["flags"]):
+        raise Refusal("malformed", "a flag is not a short word")
     return Reply(**fields, payload=_payload(content))
 
 
@@ -240,7 +246,9 @@ def unpack_scores(content: RecordDict) -> Scores:
         facts = {n: _typed(record[n], kind, n) for n, kind in {**types, "examples": int}.items()}
     except KeyError:
         raise Refusal("malformed", "the scores lack a field") from None
-    numbers = {str(n)[:80]: _typed(v, float, "values") for n, v in values.items()}
+    numbers = {str(n): _typed(v, float, "values") for n, v in values.items()}
+    if not all(_SCORE.fullmatch(name) for name in numbers):
+        raise Refusal("malformed", "a score has a name that is none")
     if not all(math.isfinite(v) for v in numbers.values()):
         raise Refusal("non-finite", "a score is not finite")
     return Scores(**facts, values=numbers)

@@ -80,6 +80,8 @@ def set_field(record: str, name: str, value: Any) -> Callable[[RecordDict], None
         (set_field("metrics", "steps", 0), "plan"),
         (set_field("metrics", "steps", -1), "plan"),
         (set_field("reply", "flags", "x"), "malformed"),
+        (set_field("reply", "flags", ["row 17: chest pain"]), "malformed"),
+        (set_field("reply", "flags", ["no-past-half"] * 9), "malformed"),
         (lambda content: content.pop("adapter"), "malformed"),
     ],
 )

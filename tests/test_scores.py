@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import MetricRecord
 from safetensors.torch import load_file
 
 from client_app.node import answer_evaluate
@@ -129,6 +130,27 @@ def test_a_node_that_cannot_score_is_named_and_costs_nothing(run: Run) -> None:
     assert [f["node"] for f in scores["failed"]] == ["client-1"]
     assert set(scores["nodes"]) == {"client-0", "client-2"}
     assert not outcome.rounds[-1]["void"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"global.accuracy": float("nan")}, "non-finite"),
+        ({"row 17: chest pain": 1.0}, "malformed"),
+        ({"global.accuracy": 1}, ""),
+    ],
+)
+def test_scores_that_are_none_are_refused_by_name(run: Run, change: dict[str, float], kind: str) -> None:
+    def tamper(message: Any, reply: Any) -> Any:
+        if message.content.get("request", {"phase": ""})["phase"] == "evaluate":
+            reply.content["values"] = MetricRecord(dict(change))
+        return reply
+
+    outcome = run("method=probe", "evaluation=client", "federation.rounds=1", tamper=tamper)
+    assert outcome.error is None
+    scores = outcome.rounds[0]["eval_clients"]
+    assert {f["reason"].partition(":")[0] for f in scores["failed"]} == ({kind} if kind else set())
+    assert len(scores["nodes"]) == (0 if kind else 3)
 
 
 # --- a real node ---------------------------------------------------------------------------------
