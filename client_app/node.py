@@ -54,6 +54,7 @@ from privet.wire import (
     unpack_request,
 )
 from strategies.base import load_method
+from strategies.rounds import EVALUATE
 
 log = logging.getLogger("privet")
 
@@ -120,6 +121,8 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         request = unpack_request(content)
         if request.node != node.name:
             raise Refusal("another-node", "the request is for another node")
+        if request.phase != EVALUATE:
+            raise Refusal("phase", "this is no request for scores")
         config = _checked_config(request)
         refuse_unsafe(node, config.privacy)
         with NodeStore(node.root(request.store), node.name) as store:
@@ -188,7 +191,7 @@ class _Phase:
         request, config = self._request, self._config
         refuse_unsafe(self._node, config.privacy)
         method = load_method(config, adapter_spec(config))
-        if request.phase not in (*method.phases, *method.warmup_phases):
+        if request.phase not in (*method.phases, *(method.warmup_phases if method.warmup_rounds else ())):
             raise Refusal("phase", "the method has no such phase")
         adapter, head = method.download_shapes(request.phase)
         check_arrays(request.payload.adapter, adapter, "adapter")
@@ -206,6 +209,7 @@ class _Phase:
         self._declared = declared
         self._release = method.releases.get(request.phase)
         self._check_sigma()
+        self._enter_round()
         payload = method.client(request.phase, request.payload, self)
         return self._finish(payload)
 
@@ -228,6 +232,8 @@ class _Phase:
         """Charge, then take the local steps."""
         if self._diagnostics is not None:
             raise Refusal("phase", "a phase trains once")
+        if self._release != "dp-sgd":
+            raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         config = self._config
         tokenizer = load_tokenizer(config.model)
         rows = tokenise(tokenizer, self._examples, config.model.max_length)
@@ -290,8 +296,7 @@ class _Phase:
                 raise Refusal("store-lost", "this node answered before, but its store and ledger are gone")
             if request.met:
                 self.flag("store-lost")
-            self._store.save_json(name, {**facts, "round": request.round})
-            return
+            frozen = {**facts, "round": request.round}
         for key, what in (
             ("config", "the configuration"),
             ("code", "the code"),
@@ -303,8 +308,12 @@ class _Phase:
                 raise Refusal("changed", f"{what} changed during the run; a change needs a new run")
         if request.round < frozen["round"]:
             raise Refusal("order", f"round {request.round} was asked for after round {frozen['round']}")
-        if request.round > frozen["round"]:
-            self._store.save_json(name, {**frozen, "round": request.round})
+        self._frozen = (name, {**frozen, "round": request.round})
+
+    def _enter_round(self) -> None:
+        """Put on record what :meth:`_freeze` compares with; a request that was refused has moved nothing."""
+        name, facts = self._frozen
+        self._store.save_json(name, facts)
 
     def _check_sigma(self) -> None:
         """Recompute the noise from this node's own q and refuse a lower one (design rule 9)."""
@@ -325,8 +334,6 @@ class _Phase:
         assert privacy.delta is not None
         assert privacy.epsilon is not None
         assert privacy.clip is not None
-        if self._release != "dp-sgd":
-            raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         entry = Entry(
             run=request.run,
             method=self._config.method.name,
@@ -374,7 +381,11 @@ class _Phase:
             "kept": self._kept.pending(),
         }
         tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
-        self._store.save_reply(self._request.fingerprint, tensors, values, run=safe_run(self._request.run))
+        if seen is not None or values["kept"]["files"]:
+            # What did not train is worked out again as well; storing it would push out a reply that was paid for.
+            self._store.save_reply(
+                self._request.fingerprint, tensors, values, run=safe_run(self._request.run)
+            )
         commit(self._store, values["kept"])
         return tensors, values
 

@@ -30,6 +30,8 @@ from privet.errors import ConfigError, PrivetError
 APP_DIR = CONF_DIR.parent
 LAUNCH_FILE = "launch.json"
 LOCK_FILE = "lock"
+SERVER_LOCK = "server.lock"
+"""Held by a run's server itself: it may outlive the command that started it."""
 
 _LEFTOVERS = ("events.jsonl", "failure.json", "summary.json")
 
@@ -163,7 +165,7 @@ def find_run(given: Path, runs: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
     """Hold a folder's lock; two processes never drive the same run or sweep.
 
     The lock goes with the process, however that ends; its empty file stays.
@@ -174,9 +176,9 @@ def locked(folder: Path) -> Iterator[None]:
         If another process holds it.
     """
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise PrivetError(f"{folder / LOCK_FILE} cannot be opened: {error.strerror}") from None
+        raise PrivetError(f"{folder / name} cannot be opened: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,13 +191,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a living process drives this folder."""
-    if not (folder / LOCK_FILE).exists():
-        return False
-    try:
-        with locked(folder):
-            return False
-    except PrivetError:
-        return True
+    for name in (LOCK_FILE, SERVER_LOCK):
+        if not (folder / name).exists():
+            continue
+        try:
+            with locked(folder, name):
+                continue
+        except PrivetError:
+            return True
+    return False
 
 
 def state_of(run_dir: Path) -> State:

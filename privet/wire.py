@@ -26,9 +26,12 @@ from privet.errors import Refusal
 
 Arrays = dict[str, Tensor]
 PARTS: tuple[Literal["adapter", "head", "once"], ...] = ("adapter", "head", "once")
+_FLOATS = ("adapter", "head")
 _DTYPES = {"float32", "uint8", "uint16", "uint32"}
 _FLAG = re.compile(r"[a-z][a-z-]{0,31}")
 _MOST_FLAGS = 8
+_LARGEST_SCORE = 1e9
+_LARGEST_VALUE = 1e12  # beyond it products of factors overflow, and one reply would end every later round
 _SCORE = re.compile(r"(global|personal)\.[a-z][a-z0-9_]{0,31}")
 
 
@@ -251,6 +254,9 @@ def unpack_scores(content: RecordDict) -> Scores:
         raise Refusal("malformed", "a score has a name that is none")
     if not all(math.isfinite(v) for v in numbers.values()):
         raise Refusal("non-finite", "a score is not finite")
+    limits = {n: 1.0 if n.endswith("accuracy") else _LARGEST_SCORE for n in numbers}
+    if not all(abs(v) <= limits[n] for n, v in numbers.items()):
+        raise Refusal("malformed", "a score is larger than it can be")
     return Scores(**facts, values=numbers)
 
 
@@ -343,7 +349,7 @@ def check_arrays(arrays: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
     Raises
     ------
     Refusal
-        Kind ``"shape"`` or ``"non-finite"``.
+        Kind ``"shape"``, ``"non-finite"`` or ``"magnitude"``.
     """
     for name in arrays:
         if name not in shapes:
@@ -354,8 +360,12 @@ def check_arrays(arrays: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
         value = arrays[name]
         if tuple(value.shape) != tuple(shape):
             raise Refusal("shape", f"array '{name}' has shape {tuple(value.shape)}, expected {tuple(shape)}")
+        if part in _FLOATS and value.dtype != torch.float32:
+            raise Refusal("shape", f"array '{name}' has type {value.dtype}, expected float32")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise Refusal("non-finite", f"array '{name}' holds a value that is not finite")
+        if part in _FLOATS and value.numel() and float(value.abs().max()) > _LARGEST_VALUE:
+            raise Refusal("magnitude", f"array '{name}' holds a value beyond {_LARGEST_VALUE:g}")
 
 
 def _update(digest: Any, payload: Payload) -> None:

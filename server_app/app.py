@@ -12,12 +12,12 @@ def main(grid: Grid, context: Context) -> None:
     from privet.errors import PrivetError
     from server_app.run import execute, open_run
 
-    directory, resumed = open_run(context)
-    try:
-        execute(grid, context, directory, resumed)
-    except PrivetError as error:
-        directory.fail(str(error))
-        raise
-    except Exception as error:
-        directory.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
-        raise
+    with open_run(context) as (directory, resumed):
+        try:
+            execute(grid, context, directory, resumed)
+        except PrivetError as error:
+            directory.fail(str(error))
+            raise
+        except Exception as error:
+            directory.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+            raise

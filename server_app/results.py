@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -87,8 +88,10 @@ class RunDirectory:
             elif number < done:
                 raise StoreError(f"{path} has lost the record of round {number}")
         _write(path / "rounds.jsonl", "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._rounds))
-        events = "".join(json.dumps(e, allow_nan=False) + "\n" for e in _lines(path / "events.jsonl"))
-        _write(path / "events.jsonl", events)
+        events = path / "events.jsonl"
+        if events.exists() and not events.read_bytes().endswith(b"\n"):
+            with events.open("a", encoding="utf-8") as stream:
+                stream.write("\n")  # a torn line stays a line of its own
         if checkpoint is not None:
             self._started -= timedelta(seconds=checkpoint.seconds)
         (path / "failure.json").unlink(missing_ok=True)
@@ -118,7 +121,7 @@ class RunDirectory:
 
     def round(self, record: dict[str, Any], traffic: Mapping[str, Mapping[str, Any]]) -> None:
         """Append a finished round, and its traffic by node."""
-        _append(self.path / "rounds.jsonl", record)
+        _append(self.path / "rounds.jsonl", record, durable=True)
         self._rounds.append(record)
         self._add_traffic({"round": record["round"], "nodes": dict(traffic)})
         self._write_communication()
@@ -267,11 +270,12 @@ class RunDirectory:
     def _client_metrics(self) -> dict[str, Any] | None:
         """Means over the clients of their last scores."""
         scored = [r["eval_clients"] for r in self._rounds if r.get("eval_clients")]
-        return {k: scored[-1][k] for k in ("global", "personal")} if scored else None
+        return {k: scored[-1][k] for k in ("rows", "global", "personal")} if scored else None
 
     def _numbers_per_client(self, way: str) -> int:
-        """Adapter numbers of one client in the last round that had any."""
-        for entry in reversed(self._traffic):
+        """Adapter numbers of one client in the last round that was not void and had any."""
+        void = set(self.void_rounds)
+        for entry in reversed([t for t in self._traffic if t["round"] not in void]):
             counts = [n[way]["numbers"]["adapter"] for n in entry["nodes"].values() if way in n]
             if counts:
                 return int(max(counts))
@@ -305,9 +309,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _append(path: Path, value: dict[str, Any]) -> None:
+def _append(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
     with path.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(value, allow_nan=False) + "\n")
+        if durable:
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _write(path: Path, text: str) -> None:

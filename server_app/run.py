@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from privet.config import Config, compose, split_overrides
 from privet.errors import ConfigError, Refusal
 from privet.plan import warnings
 from privet.privacy.spending import Spending
-from privet.runner import is_completed
+from privet.runner import SERVER_LOCK, is_completed, locked
 from privet.wire import (
     Description,
     Failed,
@@ -77,21 +79,45 @@ def run_directory(context: Context) -> Path:
     return (base / time.strftime(f"%Y%m%d-%H%M%S-{context.run_id}")).resolve()
 
 
-def open_run(context: Context) -> tuple[RunDirectory, Config | None]:
-    """Return the run's directory, and the saved configuration where the run is resumed.
+@contextmanager
+def open_run(context: Context) -> Iterator[tuple[RunDirectory, Config | None]]:
+    """Hold the run's directory; gives it, and the saved configuration where the run is resumed.
 
     Raises
     ------
     PrivetError
-        If a new run would write into another's directory, or there is nothing to resume.
+        If a new run would write into another's directory, there is nothing to resume, or another server still
+        drives the run: it may have outlived the command that started it.
     """
+    resumes = _resumes(context.run_config)
     path = run_directory(context)
-    if context.run_config.get("resume", False) is not True:
-        return RunDirectory(path), None
-    config = load_config(path)
-    if is_completed(path):
-        raise Refusal("resume", f"{path} is complete already")
-    return RunDirectory.reopen(path, last_checkpoint(path)), config
+    if not resumes:
+        path.mkdir(parents=True, exist_ok=True)
+    elif not (path / "config.yaml").exists():
+        raise Refusal("resume", f"{path} holds no run to resume")
+    with locked(path, SERVER_LOCK):
+        if not resumes:
+            yield RunDirectory(path), None
+            return
+        config = load_config(path)
+        if is_completed(path):
+            raise Refusal("resume", f"{path} is complete already")
+        yield RunDirectory.reopen(path, last_checkpoint(path)), config
+
+
+def _resumes(run_config: Mapping[str, object]) -> bool:
+    """Whether a run is to be resumed; settings beside that are refused, since a run keeps its own."""
+    value = run_config.get("resume", False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"resume = {value!r} is not allowed: true or false, without quotes")
+    if not value:
+        return False
+    if not run_config.get("run-dir"):
+        raise ConfigError("resume = true needs run-dir: the absolute path of the run")
+    for key in (*GROUP_KEYS, "overrides", "seed"):
+        if run_config.get(key, "") not in ("", -1):
+            raise ConfigError(f"{key} is not allowed with resume = true: a run keeps its configuration")
+    return True
 
 
 def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Config | None = None) -> None:
@@ -103,14 +129,16 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Conf
     if saved is not None:
         saved.check(config)
     run_id = saved.id if saved else f"{config.method.name}-{context.run_id}"
-    if resumed is None:
+    if saved is None:
         directory.begin(config, run_id)
     directory.tracking.begin(config, directory.path, run_id)
     spec = adapter_spec(config)
     method = load_method(config, spec)
     store = str(directory.path / "nodes")
 
-    found, absent = discover(grid, config, run_id, store)
+    # A run that goes on can do without nodes that are away: who takes part when is fixed.
+    least = config.federation.min_replies if saved else config.federation.clients
+    found, absent = discover(grid, config, run_id, store, least)
     directory.exclude(saved.absent if saved else absent)
     if len(found) < config.federation.min_replies:
         reasons = [f"{f.node or 'a node'}: {f.reason}" for f in absent]
@@ -164,9 +192,9 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Conf
 
 
 def discover(
-    grid: Grid, config: Config, run_id: str, store: str
+    grid: Grid, config: Config, run_id: str, store: str, least: int
 ) -> tuple[dict[str, tuple[int, Description]], list[Failed]]:
-    """Wait for the nodes and ask each who it is.
+    """Wait for the nodes, after a while for `least` of them, and ask each who it is.
 
     Returns
     -------
@@ -180,7 +208,7 @@ def discover(
     Refusal
         If too few nodes connect, or two have one name.
     """
-    ids = _wait_for_nodes(grid, config.federation.clients)
+    ids = _wait_for_nodes(grid, config.federation.clients, least)
     request = Request(
         run=run_id,
         round=0,
@@ -226,6 +254,8 @@ def _description(message: Message) -> Description | Failed:
         description = unpack_description(message.content)
     except Refusal as refusal:
         return Failed(name, refusal.kind, str(refusal))
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", description.node):
+        return Failed(name, "malformed", "the node's name is none")
     if description.code_hash != code_hash():
         return Failed(description.node, "code-hash", "the node runs other code than the server")
     if description.examples < 1:
@@ -233,8 +263,8 @@ def _description(message: Message) -> Description | Failed:
     return description
 
 
-def _wait_for_nodes(grid: Grid, wanted: int) -> list[int]:
-    """Return the ids of the connected nodes once all are there."""
+def _wait_for_nodes(grid: Grid, wanted: int, least: int) -> list[int]:
+    """Return the ids of the connected nodes once all are there, or `least` when the time is up."""
     deadline = time.monotonic() + CONNECT_WAIT
     while True:
         ids = sorted(grid.get_node_ids())
@@ -243,6 +273,8 @@ def _wait_for_nodes(grid: Grid, wanted: int) -> list[int]:
         if len(ids) == wanted:
             return ids
         if time.monotonic() > deadline:
+            if len(ids) >= least:
+                return ids
             raise Refusal(
                 "nodes",
                 f"{len(ids)} of {wanted} nodes connected within {CONNECT_WAIT:g} s: set federation.clients={len(ids)}, "

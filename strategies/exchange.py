@@ -85,7 +85,8 @@ class Mailbox:
         self._pending.clear()
 
     def _lose(self, request: Request, kind: str, reason: str) -> None:
-        self._lost.append((request, Failed(request.node, kind, reason)))
+        # Nothing was asked, so nothing was charged.
+        self._lost.append((request, Failed(request.node, kind, reason, uncharged=True)))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -45,6 +46,8 @@ from strategies.merging import KeptMean, Merger
 
 NEEDS_ONCE = "needs-once"
 """Kind of refusal by which a node asks for one-off material again; it comes before any charge."""
+
+_LARGEST = 1e9  # no loss or norm that means anything is larger
 
 EVALUATE = "evaluate"
 """Phase name of the requests that ask nodes for scores."""
@@ -386,6 +389,7 @@ class RoundStrategy(Strategy):
                 raise Refusal("zero-rows", "the node trained on no rows")
             steps = plan.steps_per_round if self.releases.get(request.phase) == "dp-sgd" else 0
             private = self.config.privacy.private
+            self._check_shown(reply)
             if reply.examples != plan.examples or reply.steps != steps:
                 raise Refusal("plan", "the node's rows or steps are not the planned ones")
             if private and (reply.q != plan.q or reply.sigma != request.sigma):
@@ -396,6 +400,15 @@ class RoundStrategy(Strategy):
         except Exception as error:  # whatever a reply can provoke is its node's failure, not the run's
             return Failed(request.node, "malformed", f"the reply cannot be read ({type(error).__name__})")
         return reply
+
+    def _check_shown(self, reply: Reply) -> None:
+        """Refuse diagnostics that must not leave a node (design rule 7), or that no training can have."""
+        privacy = self.config.privacy
+        shown = [v for v in (reply.train_loss, reply.grad_norm) if not math.isnan(v)]
+        if shown and privacy.private and not privacy.diagnostics:
+            raise Refusal("whitelist", "the reply shows a loss or a norm, which stays on the node under DP")
+        if any(abs(v) > _LARGEST for v in shown):
+            raise Refusal("malformed", "the reply shows a loss or a norm that cannot be")
 
     def weight(self, reply: Reply) -> float:
         """p_k before normalisation: 1, or the declared rows (design rule 13)."""
@@ -408,7 +421,9 @@ class RoundStrategy(Strategy):
         """Count what the phase cost; a failure counts in full unless the node says that it charged nothing."""
         if not self.config.privacy.private or self.releases.get(phase) != "dp-sgd":
             return
-        if isinstance(outcome, Failed) and outcome.uncharged:
+        # A node that was asked before the run was stopped may have been charged for that try.
+        again = self.run.resumed is not None and plan.number == self.run.resumed.round + 1
+        if isinstance(outcome, Failed) and outcome.uncharged and not again:
             return
         node_plan = self.run.nodes[request.node]
         # The planned numbers: a reply with others is refused, and its node cannot make its own spending look less.
@@ -454,6 +469,7 @@ class RoundStrategy(Strategy):
             else:
                 scores[asked.node] = outcome.values
         return {
+            "rows": "public" if self.config.privacy.private else "held-out",
             **{model: spread(scores, model) for model in ("global", "personal")},
             "nodes": dict(sorted(scores.items())),
             "failed": sorted(failed, key=lambda f: f["node"]),
@@ -553,8 +569,6 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> Arrays:
     """Undo :func:`to_record`."""
-    import torch
-
     return {n: torch.from_numpy(a.numpy().copy()) for n, a in record.items()}
 
 

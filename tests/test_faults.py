@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -354,3 +355,67 @@ def test_a_directory_that_holds_a_run_is_not_used_again(run: Run) -> None:
     second = run("method=ffa_lora", path=first.path)
     assert "holds a run already" in str(second.error)
     assert (first.path / "summary.json").read_text() == before
+
+
+# --- finite replies that lead nowhere ------------------------------------------------------------
+
+
+def fill(phase: str, value: float, node: str = "client-1") -> Callable[[Message, Message], Message]:
+    """Replace every number of one node's uploads in round 1."""
+
+    def change(message: Message, reply: Message) -> Message:
+        if asks(message, round_number=1, node=node) and message.content["request"]["phase"] == phase:
+            for name, array in list(reply.content["adapter"].items()):
+                reply.content["adapter"][name] = Array(np.full(array.shape, value, dtype=np.float32))
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize("value", [3e38, -2e12])
+def test_a_huge_reply_is_refused_by_name(run: Run, value: float) -> None:
+    """Finite in float32, and still no model: one such reply would make all later rounds overflow."""
+    outcome = run("method=fedask", "federation.rounds=2", tamper=fill("sketch", value))
+    assert outcome.error is None
+    (failed,) = outcome.rounds[0]["phases"][0]["failed"]
+    assert failed["node"] == "client-1"
+    assert failed["reason"].startswith("magnitude")
+    assert outcome.rounds[1]["phases"][0]["failed"] == []
+
+
+@pytest.mark.parametrize("field", ["train_loss", "grad_norm"])
+def test_under_dp_a_reply_that_shows_a_loss_or_a_norm_is_refused(run: Run, field: str) -> None:
+    def change(message: Message, reply: Message) -> Message:
+        if asks(message, round_number=1, node="client-1"):
+            reply.content["metrics"][field] = 3.25
+        return reply
+
+    outcome = run("method=ffa_lora", tamper=change)
+    assert outcome.error is None
+    (failed,) = outcome.rounds[0]["phases"][0]["failed"]
+    assert failed["reason"].startswith("whitelist")
+    assert outcome.rounds[0]["train_loss"] is None
+
+
+def test_numbers_of_the_summary_are_those_of_a_round_that_counts(run: Run) -> None:
+    def crash(message: Message) -> bool:
+        return asks(message, round_number=2) and message.content["request"]["phase"] == "project"
+
+    outcome = run("method=fedask", crash=crash)
+    assert [r["void"] for r in outcome.rounds] == [False, True]
+    first = outcome.json("communication.json")["rounds"][0]["nodes"]["client-0"]
+    summary = outcome.json("summary.json")
+    assert summary["upload_numbers"] == first["upload"]["numbers"]["adapter"]
+    assert summary["download_numbers"] == first["download"]["numbers"]["adapter"]
+
+
+def test_impossible_losses_are_refused_without_dp_too(run: Run) -> None:
+    def change(message: Message, reply: Message) -> Message:
+        if asks(message, round_number=1, node="client-1"):
+            reply.content["metrics"]["train_loss"] = 1e308
+        return reply
+
+    outcome = run("method=fedavg", "privacy=none", tamper=change)
+    assert outcome.error is None
+    (failed,) = outcome.rounds[0]["phases"][0]["failed"]
+    assert failed["reason"].startswith("malformed")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
+from privet.errors import ConfigError
 from privet.privacy.ledger import Ledger
 from privet.privacy.spending import Spending
 from server_app.results import RunDirectory
@@ -181,11 +185,21 @@ def test_a_run_killed_in_its_warmup_resumes_bit_equal(run: Run, killed: Callable
         expect_equal(run(*overrides), killed(*overrides, **place))
 
 
-def test_a_run_that_lost_nodes_goes_on_without_them_alike(run: Run, killed: Callable[..., Outcome]) -> None:
-    """Replies of the interrupted round that are stored are sent again; nobody trains twice."""
-    overrides = ["method=fedavg", "privacy=none", "federation.rounds=3", "federation.sampled=2"]
-    place = {"drop": once(lambda m: asks(m, round_number=2))}
-    expect_equal(run(*overrides), killed(*overrides, **place))
+def test_a_run_that_had_lost_a_node_resumes_bit_equal(run: Run, killed: Callable[..., Outcome]) -> None:
+    """The interrupted round's replies are stored and sent again; who failed before stays on record."""
+
+    def lost(message: Message) -> bool:
+        return asks(message, round_number=1) and message.content["request"]["node"] == "client-1"
+
+    seen: list[Message] = []
+
+    def third(message: Message) -> bool:
+        if asks(message, round_number=2):
+            seen.append(message)
+        return len(seen) == 3
+
+    overrides = ["method=fedrand", "privacy=none", "federation.rounds=3"]
+    expect_equal(run(*overrides, crash=lost), killed(*overrides, crash=lost, drop=once(third)))
 
 
 # --- under DP ------------------------------------------------------------------------------------
@@ -261,6 +275,24 @@ def test_a_ledger_that_is_gone_stays_refused_after_a_resume(run: Run) -> None:
     assert not (broken.path / "nodes" / "client-0" / "ledger.jsonl").exists()
 
 
+def test_a_whole_store_that_is_gone_stays_refused_after_a_resume(run: Run) -> None:
+    broken = run("method=fedavg", "federation.rounds=3", drop=once(lambda m: asks(m, round_number=3)))
+    shutil.rmtree(broken.path / "nodes" / "client-0")
+    resumed = run(path=broken.path, resume=True)
+    assert resumed.error is None
+    (failed,) = resumed.rounds[2]["phases"][0]["failed"]
+    assert failed["reason"].startswith("store-lost")
+
+
+def test_what_was_never_asked_is_not_counted_as_spent(run: Run) -> None:
+    """Only in the round that was interrupted may an earlier try have been charged."""
+    broken = run("method=fedavg", "federation.rounds=4", drop=once(lambda m: asks(m, round_number=2)))
+    resumed = run(path=broken.path, resume=True, drop=lambda m: m.metadata.dst_node_id == 1002)
+    assert resumed.error is None
+    spent = {n["node"]: [e["round"] for e in n["entries"]] for n in resumed.json("privacy.json")["nodes"]}
+    assert spent == {"client-0": [1, 2, 3, 4], "client-1": [1, 2, 3, 4], "client-2": [1, 2]}
+
+
 # --- what cannot be resumed ----------------------------------------------------------------------
 
 
@@ -292,6 +324,48 @@ def test_a_changed_configuration_or_code_is_refused(run: Run, monkeypatch: pytes
     assert run(path=broken.path, resume=True).error is None
 
 
+def test_no_second_server_drives_a_run_that_goes_on(run: Run) -> None:
+    """A server may outlive the command that started it, and its lock with it."""
+    errors: list[str] = []
+
+    def again(message: Message) -> bool:
+        if asks(message, round_number=2) and not errors:
+            path = Path(message.content["request"]["store"]).parent
+            errors.append(str(run(path=path, resume=True).error))
+        return False
+
+    outcome = run("method=probe", "federation.rounds=3", drop=again)
+    assert outcome.error is None
+    assert "is being run by another process" in errors[0]
+    assert [r["round"] for r in outcome.rounds] == [1, 2, 3]
+
+
+def test_time_goes_on_from_the_checkpoint(run: Run) -> None:
+    broken = run("method=probe", drop=once(lambda m: asks(m, round_number=2)))
+    (file,) = (broken.path / "checkpoints").glob("*")
+    file.write_bytes(dataclasses.replace(Checkpoint.load(file), seconds=5000.0).to_bytes())
+    resumed = run(path=broken.path, resume=True)
+    assert 5000 < resumed.json("summary.json")["seconds"] < 5600
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"resume": "true"}, "without quotes"),
+        ({"resume": True, "run-dir": ""}, "needs run-dir"),
+        ({"resume": True, "seed": 3}, "seed is not allowed with resume"),
+        ({"resume": True, "overrides": "train.lr=1"}, "overrides is not allowed with resume"),
+    ],
+)
+def test_flowers_own_run_configuration_is_checked(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    from server_app.run import open_run
+
+    context = SimpleNamespace(run_id=1, run_config={"run-dir": str(tmp_path / "run"), **config})
+    with pytest.raises(ConfigError, match=words), open_run(context):  # type: ignore[arg-type]
+        pass
+    assert not (tmp_path / "run").exists()
+
+
 def test_damaged_files_are_named(run: Run) -> None:
     broken = run("method=fedavg", drop=once(lambda m: asks(m, round_number=2)))
     (file,) = (broken.path / "checkpoints").glob("*")
@@ -306,14 +380,17 @@ def test_damaged_files_are_named(run: Run) -> None:
     assert [r["round"] for r in resumed.rounds] == [1, 2]
 
 
-def test_a_node_that_is_away_at_the_resume_does_not_change_the_plan(run: Run, quick_wait: None) -> None:
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_node_that_is_away_at_the_resume_does_not_change_the_plan(
+    run: Run, quick_wait: None, connected: bool
+) -> None:
     """Who takes part when and how much noise everybody adds was fixed before the first round."""
     broken = run("method=fedavg", "federation.rounds=3", drop=once(lambda m: asks(m, round_number=2)))
 
     def silent(message: Message) -> bool:
-        return "request" in message.content and message.metadata.dst_node_id == 1002
+        return message.metadata.dst_node_id == 1002
 
-    resumed = run(path=broken.path, resume=True, drop=silent)
+    resumed = run(path=broken.path, resume=True, nodes=3 if connected else 2, drop=silent)
     assert resumed.error is None
     for record in resumed.rounds[1:]:
         assert record["phases"][0]["sent"] == 3

@@ -14,6 +14,7 @@ from flwr.app import MetricRecord
 from safetensors.torch import load_file
 
 from client_app.node import answer_evaluate
+from client_app.trainer import Trainer
 from privet.adapters import adapter_spec, load_model, load_tokenizer
 from privet.config import Config, compose
 from privet.data.collate import tokenise
@@ -77,10 +78,19 @@ def test_without_dp_both_models_are_scored_on_each_nodes_held_out_rows(run: Run,
     assert outcome.rounds[0]["download_numbers"] == 3 * 1024  # counted apart
 
 
-def test_held_out_rows_do_not_train(run: Run) -> None:
+def test_held_out_rows_do_not_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+
+    class Counting(Trainer):
+        def __init__(self, model: Any, rows: Any, *rest: Any) -> None:
+            trained.append(len(rows))
+            super().__init__(model, rows, *rest)
+
+    monkeypatch.setattr("client_app.node.Trainer", Counting)
     outcome = run("method=fedavg", "privacy=none", "evaluation=client", "holdout=0.2")
     assert outcome.error is None
     assert {n["examples"] for n in outcome.json("privacy.json")["nodes"]} == {40}
+    assert set(trained) == {40}
     assert outcome.rounds[0]["eval"] is None
     assert outcome.rounds[0]["eval_clients"]["personal"] is None  # FedAvg has no model of a node's own
 
@@ -137,6 +147,8 @@ def test_a_node_that_cannot_score_is_named_and_costs_nothing(run: Run) -> None:
     [
         ({"global.accuracy": float("nan")}, "non-finite"),
         ({"row 17: chest pain": 1.0}, "malformed"),
+        ({"global.accuracy": 55.0}, "malformed"),
+        ({"global.loss": 1.79e308}, "malformed"),
         ({"global.accuracy": 1}, ""),
     ],
 )
@@ -219,6 +231,13 @@ def test_foreign_arrays_are_refused(settings: list[str], node: dict[str, Any], p
     payload = dataclasses.replace(request.payload, **{part: arrays})
     wrong = dataclasses.replace(request, payload=payload)
     assert failed(wrong, {**node, "allow-non-private": True}).kind == "shape"
+
+
+def test_only_requests_for_scores_are_answered_with_scores(settings: list[str], node: dict[str, Any]) -> None:
+    import dataclasses
+
+    wrong = dataclasses.replace(ask(settings, "privacy=none"), phase="train")
+    assert failed(wrong, {**node, "allow-non-private": True}).kind == "phase"
 
 
 # --- pieces --------------------------------------------------------------------------------------

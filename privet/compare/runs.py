@@ -258,8 +258,10 @@ def _bytes(entry: Mapping[str, Any]) -> int:
 
 
 def _scores(server: Any, clients: Any) -> Scores:
-    """Return finite scores by name; those of the clients under the name of what they scored."""
-    groups = {SERVER: server, **_mapping(clients)}
+    """Return finite scores by name; those of the clients under what they scored, and on which rows."""
+    rows = _mapping(clients).get("rows")
+    place = f" ({rows})" if isinstance(rows, str) else ""
+    groups = {SERVER: server, **{f"{model}{place}": v for model, v in _mapping(clients).items()}}
     return {
         f"{group} {key}".strip(): number
         for group, values in groups.items()

@@ -467,3 +467,19 @@ def test_a_phase_that_was_cut_off_is_neither_repeated_nor_called_uncharged(
 def test_wrong_node_settings_are_refused_by_name(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=words):
         NodeConfig.read({"partition-id": 0, **keys})
+
+
+def test_a_refused_request_does_not_move_the_node_to_its_round(ask: Callable[..., Request]) -> None:
+    trained(ask())
+    assert refused(ask(round=3, phase="warmup")) == "phase"  # the method has no warm-up
+    assert refused(ask(round=3, sigma=0.01)) == "sigma"
+    trained(ask(round=2))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16])
+def test_arrays_of_another_type_are_refused(ask: Callable[..., Request], kind: torch.dtype) -> None:
+    request = ask()
+    name, value = next(iter(request.payload.adapter.items()))
+    adapter = {**request.payload.adapter, name: torch.zeros(value.shape).to(kind)}
+    wrong = dataclasses.replace(request, payload=Payload(adapter, request.payload.head))
+    assert refused(wrong) == "shape"

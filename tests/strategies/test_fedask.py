@@ -407,6 +407,23 @@ def test_factors_of_an_earlier_round_are_not_projected(run: Run) -> None:
     assert failed.kind == "factors-lost"
 
 
+def test_any_number_of_projections_pushes_out_no_reply_that_was_paid_for(run: Run) -> None:
+    """Under DP a projection is post-processing: it costs nothing, and nothing is stored for it."""
+    outcome = run("method=fedask", "federation.rounds=1")
+    sent = [m for m in outcome.grid.sent if "request" in m.content and phase_of(m)[2] == "client-0"]
+    sketch_request, project_request = (
+        unpack_request(next(m for m in sent if phase_of(m)[0] == p).content) for p in ("sketch", "project")
+    )
+    node = {"partition-id": 0, "num-partitions": 3}
+    for i in range(6):
+        turned = {n: v * (i + 2) for n, v in project_request.payload.adapter.items()}
+        other = dataclasses.replace(project_request, payload=Payload(turned))
+        assert unpack_failure(answer_train(pack_request(other), node)) is None
+    assert unpack_failure(answer_train(pack_request(sketch_request), node)) is None  # still stored
+    (entry,) = Ledger.load(outcome.path / "nodes" / "client-0" / "ledger.jsonl").entries
+    assert entry.phase == "sketch"
+
+
 def test_another_omega_is_refused_before_anything_is_charged(run: Run) -> None:
     outcome = run("method=fedask", "federation.rounds=1")
     sent = [

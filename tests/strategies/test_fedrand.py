@@ -287,8 +287,8 @@ def test_a_real_run_averages_the_halves_that_were_sent(run: Run, privacy: str) -
     state = load_file(file)
     for name in method.spec.lora:
         torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-7)
-    kinds = {frozenset(arrays) for _, _, arrays in uploads.seen}
-    assert len(kinds) == 2  # nine draws: both halves were sent (seeded)
+    kinds = {node: {frozenset(a) for _, n, a in uploads.seen if n == node} for _, node, _ in uploads.seen}
+    assert max(map(len, kinds.values())) == 2  # the coin is tossed anew every round
 
 
 def test_past_halves_make_a_difference_and_replaced_ones_are_removed(run: Run) -> None:
