@@ -95,9 +95,7 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
     try:
         node = NodeConfig.read(raw_node_config)
         name = node.name
-        request = unpack_request(content)
-        if request.node != node.name:
-            raise Refusal("another-node", "the request is for another node")
+        request = _own_request(node, content)
         config = _checked_config(request)
         with NodeStore(node.root(request.store), node.name) as store:
             known = store.load_reply(request.fingerprint)
@@ -118,9 +116,7 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
     try:
         node = NodeConfig.read(raw_node_config)
         name = node.name
-        request = unpack_request(content)
-        if request.node != node.name:
-            raise Refusal("another-node", "the request is for another node")
+        request = _own_request(node, content)
         if request.phase != EVALUATE:
             raise Refusal("phase", "this is no request for scores")
         config = _checked_config(request)
@@ -142,6 +138,14 @@ def _failure(error: PrivetError, node: str, *, uncharged: bool) -> RecordDict:
     shown = isinstance(error, (Refusal, ConfigError)) and uncharged
     text = str(error) if shown else "the node's own log has the reason"
     return pack_failure(Failed(node, kind, text, uncharged))
+
+
+def _own_request(node: NodeConfig, content: RecordDict) -> Request:
+    """Return a request that is for this node."""
+    request = unpack_request(content)
+    if request.node != node.name:
+        raise Refusal("another-node", "the request is for another node")
+    return request
 
 
 def _checked_config(request: Request) -> Config:

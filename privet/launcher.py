@@ -147,7 +147,7 @@ def launch(
         # A resumed run must not be explained by the errors of the one before.
         log.replace(log.with_suffix(".log.old"))
     (run_dir / FAILURE_FILE).unlink(missing_ok=True)
-    with _Signals() as signals, contextlib.closing(_Launch(run_dir, signals, on_tick, timeout)) as session:
+    with Signals() as signals, contextlib.closing(_Launch(run_dir, signals, on_tick, timeout)) as session:
         run_id: str | None = None
         try:
             session.start_superlink()
@@ -165,7 +165,7 @@ def launch(
 # --- signals -------------------------------------------------------------------------------------
 
 
-class _Signals:
+class Signals:
     """Records signals instead of raising anywhere, so that a stop always takes the same path.
 
     Signals that are ignored on entry (``nohup``, background jobs) stay ignored.
@@ -175,7 +175,7 @@ class _Signals:
         self.received: list[int] = []
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -207,7 +207,7 @@ class _Launch:
     """The processes and temporary files of one launch."""
 
     def __init__(
-        self, run_dir: Path, signals: _Signals, on_tick: Callable[[], None], timeout: float | None
+        self, run_dir: Path, signals: Signals, on_tick: Callable[[], None], timeout: float | None
     ) -> None:
         self.run_dir = run_dir.resolve()
         self.logs = self.run_dir / "logs"
@@ -347,7 +347,7 @@ class _Launch:
     def close(self) -> None:
         """End every process of this launch, save Ray's logs, remove the temporary files."""
         try:
-            _end_processes(self.processes, lambda: self.signals.impatient)
+            end_processes(self.processes, lambda: self.signals.impatient)
             for process in self._running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
@@ -477,7 +477,7 @@ def find_processes(token: str, root: Path | None = None) -> Iterator[psutil.Proc
                 yield process
 
 
-def _end_processes(find: Callable[[], list[psutil.Process]], hurry: Callable[[], bool]) -> None:
+def end_processes(find: Callable[[], list[psutil.Process]], hurry: Callable[[], bool]) -> None:
     """Ask all processes to end, then kill what is left until nothing is found any more."""
     asked: set[int] = set()
     limit = time.monotonic() + _POLITE_LIMIT

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from privet import runner
 from privet.errors import PrivetError
-from privet.launcher import _end_processes, _Signals
+from privet.launcher import Signals, end_processes
 from privet.progress import EVENTS_FILE, EventReader, RunState
 from privet.sweep import Combination, Sweep, cpus_of, device_of, devices, main_metric, write_list
 
@@ -79,7 +79,7 @@ class _Loop:
         skipped = len(self.sweep.combinations) - self.total
         if skipped:
             self._print(f"skipped: {skipped} finished")
-        with _Signals() as signals, self._live() as live:
+        with Signals() as signals, self._live() as live:
             try:
                 while self.children or (self.queue and not signals.first):
                     while self.queue and not signals.first and len(self.children) < self.slots:
@@ -127,7 +127,7 @@ class _Loop:
             f"{'start' if state == 'missing' else 'resume'} {combination.name} ({number} of {self.total})"
         )
 
-    def _forward(self, signals: _Signals) -> None:
+    def _forward(self, signals: Signals) -> None:
         """Pass on every signal once: a second Ctrl-C means at once, to a run as well."""
         for number in signals.received[self._forwarded :]:
             self._forwarded += 1
@@ -223,7 +223,7 @@ def _end_marked(token: str) -> None:
                     found.append(process)
         return found
 
-    _end_processes(find, lambda: True)
+    end_processes(find, lambda: True)
 
 
 def _reason(run_dir: Path, code: int) -> str:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from server_app.plan import plan_event, plan_rounds
 from server_app.results import RunDirectory
 from server_app.saved import SavedRun, last_checkpoint, load_config
 from strategies.base import load_method
+from strategies.checkpoint import Checkpoint
 from strategies.rounds import Run, from_record, to_record
 
 CONNECT_WAIT = 60.0
@@ -79,9 +81,17 @@ def run_directory(context: Context) -> Path:
     return (base / time.strftime(f"%Y%m%d-%H%M%S-{context.run_id}")).resolve()
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """A stopped run's configuration and last checkpoint (None before its first round's end)."""
+
+    config: Config
+    checkpoint: Checkpoint | None
+
+
 @contextmanager
-def open_run(context: Context) -> Iterator[tuple[RunDirectory, Config | None]]:
-    """Hold the run's directory; gives it, and the saved configuration where the run is resumed.
+def open_run(context: Context) -> Iterator[tuple[RunDirectory, Resumed | None]]:
+    """Hold the run's directory; gives it, and what was saved where the run is resumed.
 
     Raises
     ------
@@ -102,7 +112,8 @@ def open_run(context: Context) -> Iterator[tuple[RunDirectory, Config | None]]:
         config = load_config(path)
         if is_completed(path):
             raise Refusal("resume", f"{path} is complete already")
-        yield RunDirectory.reopen(path, last_checkpoint(path)), config
+        checkpoint = last_checkpoint(path)
+        yield RunDirectory.reopen(path, checkpoint), Resumed(config, checkpoint)
 
 
 def _resumes(run_config: Mapping[str, object]) -> bool:
@@ -120,12 +131,12 @@ def _resumes(run_config: Mapping[str, object]) -> bool:
     return True
 
 
-def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Config | None = None) -> None:
-    """Run to the end and write the results; with the saved configuration, go on where the run stopped."""
-    config = resumed or config_from(context.run_config)
+def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Resumed | None = None) -> None:
+    """Run to the end and write the results; with what was saved, go on where the run stopped."""
+    config = resumed.config if resumed else config_from(context.run_config)
     torch.set_num_threads(config.train.threads)
     saved = SavedRun.load(directory.path) if resumed else None
-    checkpoint = last_checkpoint(directory.path) if saved else None
+    checkpoint = resumed.checkpoint if resumed and saved else None
     if saved is not None:
         saved.check(config)
     run_id = saved.id if saved else f"{config.method.name}-{context.run_id}"

@@ -84,6 +84,7 @@ class FedASK(LoraStrategy):
         sketches = self.params.transport == "sketch"
         self.phases = ("sketch", "project") if sketches else ("train",)
         self.dropout = self.params.stage2_dropout
+        self._drawn: tuple[int, dict[str, Tensor]] = (-1, {})  # the last Omegas and their round
 
     @property
     def exchanged(self) -> Shapes:
@@ -208,8 +209,13 @@ class FedASK(LoraStrategy):
 
     def _omegas(self, round_number: int) -> dict[str, Tensor]:
         number = round_number if self.params.omega == "fresh" else 0
-        seed = self.config.seed
-        return {t.name: omega(seed, number, t.name, t.inp, self._width(t)) for t in self.spec.targets}
+        if self._drawn[0] != number:
+            seed, targets = self.config.seed, self.spec.targets
+            self._drawn = (
+                number,
+                {t.name: omega(seed, number, t.name, t.inp, self._width(t)) for t in targets},
+            )
+        return self._drawn[1]
 
     def _check_omega(self, received: Payload, round_number: int) -> None:
         """Refuse, before anything is charged, to sketch with another Omega than the server's."""

@@ -13,10 +13,10 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -53,6 +53,7 @@ EVALUATE = "evaluate"
 """Phase name of the requests that ask nodes for scores."""
 
 Dropout = Literal["accept", "requery", "void"]
+Answer = TypeVar("Answer", Reply, Scores)
 
 
 class Recorder(Protocol):
@@ -378,28 +379,21 @@ class RoundStrategy(Strategy):
 
     def _judge(self, request: Request, message: Message) -> Reply | Failed:
         """Return the reply, or why it is refused (design section 3)."""
-        failed = error_of(message)
-        if failed is not None:
-            return failed
-        try:
-            reply = unpack_reply(message.content)
-            _check_origin(request, reply)
-            plan = self.run.nodes[request.node]
-            if reply.examples < 1:
-                raise Refusal("zero-rows", "the node trained on no rows")
-            steps = plan.steps_per_round if self.releases.get(request.phase) == "dp-sgd" else 0
-            private = self.config.privacy.private
-            self._check_shown(reply)
-            if reply.examples != plan.examples or reply.steps != steps:
-                raise Refusal("plan", "the node's rows or steps are not the planned ones")
-            if private and (reply.q != plan.q or reply.sigma != request.sigma):
-                raise Refusal("plan", "the node's q or sigma is not the planned one")
-            self.check_upload(request.phase, reply.payload)
-        except Refusal as refusal:
-            return Failed(request.node, refusal.kind, str(refusal))
-        except Exception as error:  # whatever a reply can provoke is its node's failure, not the run's
-            return Failed(request.node, "malformed", f"the reply cannot be read ({type(error).__name__})")
-        return reply
+        return _judged(request, message, unpack_reply, self._check_reply)
+
+    def _check_reply(self, request: Request, reply: Reply) -> None:
+        """Raise Refusal unless the reply is what the plan and the method expect."""
+        plan = self.run.nodes[request.node]
+        if reply.examples < 1:
+            raise Refusal("zero-rows", "the node trained on no rows")
+        steps = plan.steps_per_round if self.releases.get(request.phase) == "dp-sgd" else 0
+        private = self.config.privacy.private
+        self._check_shown(reply)
+        if reply.examples != plan.examples or reply.steps != steps:
+            raise Refusal("plan", "the node's rows or steps are not the planned ones")
+        if private and (reply.q != plan.q or reply.sigma != request.sigma):
+            raise Refusal("plan", "the node's q or sigma is not the planned one")
+        self.check_upload(request.phase, reply.payload)
 
     def _check_shown(self, reply: Reply) -> None:
         """Refuse diagnostics that must not leave a node (design rule 7), or that no training can have."""
@@ -463,7 +457,7 @@ class RoundStrategy(Strategy):
         scores: dict[str, dict[str, float]] = {}
         failed: list[dict[str, str]] = []
         for asked, answer in box.answers():
-            outcome = answer if isinstance(answer, Failed) else self._judge_scores(asked, answer)
+            outcome = answer if isinstance(answer, Failed) else _judged(asked, answer, unpack_scores)
             if isinstance(outcome, Failed):
                 failed.append({"node": asked.node, "reason": f"{outcome.kind}: {outcome.reason}"})
             else:
@@ -474,19 +468,6 @@ class RoundStrategy(Strategy):
             "nodes": dict(sorted(scores.items())),
             "failed": sorted(failed, key=lambda f: f["node"]),
         }
-
-    def _judge_scores(self, request: Request, message: Message) -> Scores | Failed:
-        failed = error_of(message)
-        if failed is not None:
-            return failed
-        try:
-            scores = unpack_scores(message.content)
-            _check_origin(request, scores)
-        except Refusal as refusal:
-            return Failed(request.node, refusal.kind, str(refusal))
-        except Exception as error:
-            return Failed(request.node, "malformed", f"the scores cannot be read ({type(error).__name__})")
-        return scores
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -577,6 +558,27 @@ def check_payload(payload: Payload, adapter: Shapes, head: Shapes) -> None:
     check_arrays(payload.adapter, adapter, "adapter")
     check_arrays(payload.head, head, "head")
     check_arrays(payload.once, {}, "once")
+
+
+def _judged(
+    request: Request,
+    message: Message,
+    unpack: Callable[[RecordDict], Answer],
+    check: Callable[[Request, Answer], None] = lambda request, answer: None,
+) -> Answer | Failed:
+    """Return what a node answered, or why its answer is refused."""
+    failed = error_of(message)
+    if failed is not None:
+        return failed
+    try:
+        answer = unpack(message.content)
+        _check_origin(request, answer)
+        check(request, answer)
+    except Refusal as refusal:
+        return Failed(request.node, refusal.kind, str(refusal))
+    except Exception as error:  # whatever an answer can provoke is its node's failure, not the run's
+        return Failed(request.node, "malformed", f"the reply cannot be read ({type(error).__name__})")
+    return answer
 
 
 def _check_origin(request: Request, answer: Reply | Scores) -> None:

@@ -838,13 +838,13 @@ def test_case_16_privet_run_never_installs_anything(
     """FLIP PR 772: Flower's run-time installation fetched gigabytes at every run."""
     from flwr.common.constant import FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION as SWITCH
 
-    from privet.launcher import _Launch, _Signals
+    from privet.launcher import Signals, _Launch
 
     monkeypatch.delenv(SWITCH, raising=False)
     if set_before is not None:
         monkeypatch.setenv(SWITCH, set_before)
     (tmp_path / "logs").mkdir()
-    launch = _Launch(tmp_path, _Signals(), lambda: None, None)
+    launch = _Launch(tmp_path, Signals(), lambda: None, None)
     try:
         # A process that it starts, as it starts the SuperLink.
         code = "import os, sys; print(dict(os.environ))"

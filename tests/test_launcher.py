@@ -13,7 +13,7 @@ import pytest
 
 from privet import launcher
 from privet.errors import ConfigError
-from privet.launcher import MARKER, Outcome, _end_processes, _Signals, failure_reason, find_processes, launch
+from privet.launcher import MARKER, Outcome, Signals, end_processes, failure_reason, find_processes, launch
 
 
 def test_a_folder_without_an_app_is_refused(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_marked_processes_are_found_and_ended_even_if_stubborn(tmp_path: Path) -
         process.stdout.readline()
         assert [p.pid for p in find_processes(token)] == [process.pid]
         assert list(find_processes(token + "0")) == []
-        _end_processes(lambda: list(find_processes(token)), hurry=lambda: True)
+        end_processes(lambda: list(find_processes(token)), hurry=lambda: True)
         assert process.wait(timeout=5) == -signal.SIGKILL
     assert list(find_processes(token)) == []
 
@@ -141,7 +141,7 @@ def test_processes_that_lost_their_environment_are_found_by_folder(tmp_path: Pat
 def test_signals_are_recorded_and_handlers_restored() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with _Signals() as signals:
+        with Signals() as signals:
             os.kill(os.getpid(), signal.SIGTERM)
             assert signals.first == signal.SIGTERM
             assert not signals.impatient
@@ -155,7 +155,7 @@ def test_signals_are_recorded_and_handlers_restored() -> None:
 def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _Signals() as signals:
+        with Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.first == 0
     finally:
