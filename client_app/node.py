@@ -27,6 +27,7 @@ from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
 from privet.config import Config, PrivacyConfig
+from privet.corrections import Correction
 from privet.data.collate import tokenise
 from privet.data.holdout import split_holdout
 from privet.data.tasks import snapshot
@@ -232,7 +233,14 @@ class _Phase:
         torch.set_num_threads(train.threads)
         return load_model(self._config, device=device, dtype=pick_dtype(train.dtype, device))
 
-    def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
+    @property
+    def acknowledged(self) -> int:
+        """Last round whose reply of this node is in the server's state."""
+        return self._request.acknowledged
+
+    def train(
+        self, trainables: Trainables, *, lr: float | None = None, correction: Correction | None = None
+    ) -> None:
         """Charge, then take the local steps."""
         if self._diagnostics is not None:
             raise Refusal("phase", "a phase trains once")
@@ -246,14 +254,18 @@ class _Phase:
         if not config.privacy.private:
             path = ("batches", self._request.round, self._request.phase, self._node.name)
             order = child_seed(config.seed, *path)
-            self._diagnostics = trainer.train_plain(trainables, self._steps, order, lr=lr)
+            self._diagnostics = trainer.train_plain(
+                trainables, self._steps, order, lr=lr, correction=correction
+            )
             return
         self._charge()
         seeded = config.privacy.randomness == "seeded"
         seed = child_seed(config.seed, "noise", self._request.fingerprint) if seeded else None
         randomness = make_randomness(config.privacy.randomness, seed)
         noise = Noise(self._q, self._request.sigma, randomness)
-        self._diagnostics = trainer.train_private(trainables, self._steps, noise, lr=lr)
+        self._diagnostics = trainer.train_private(
+            trainables, self._steps, noise, lr=lr, correction=correction
+        )
 
     def chance(self, purpose: str) -> float:
         """Return a number from U(0, 1) that the request and this node's secret decide."""

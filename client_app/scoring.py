@@ -32,7 +32,7 @@ def score_models(node: NodeConfig, request: Request, config: Config, store: Node
     spec = adapter_spec(config)
     received = request.payload
     for part, arrays, known in (
-        ("adapter", received.adapter, spec.lora),
+        ("adapter", received.adapter, {**spec.lora, **spec.deltas}),
         ("head", received.head, spec.head),
         ("once", received.once, {}),
     ):

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
+from privet.corrections import Correction
 from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.privacy.engine import Clipped, GradientEngine
 from privet.privacy.low_rank import WeightProduct
@@ -75,12 +76,18 @@ class Trainer:
         self._micro = train.micro_batch
 
     def train_private(
-        self, trainables: Trainables, steps: int, noise: Noise, *, lr: float | None = None
+        self,
+        trainables: Trainables,
+        steps: int,
+        noise: Noise,
+        *,
+        lr: float | None = None,
+        correction: Correction | None = None,
     ) -> Diagnostics:
         """Take `steps` steps of DP-SGD (Abadi et al. 2016) with Poisson sampling.
 
         A draw may be empty: the step is then noise alone, and counts. The divisor is the expected batch.
-        Weight decay acts in the optimiser, after the noise.
+        Weight decay acts in the optimiser and `correction` just before it: both after the noise.
         """
         assert self._privacy.clip is not None
         norms: list[Tensor] = []
@@ -103,9 +110,7 @@ class Trainer:
                     gradients = {self._model.short_name(n): g for n, g in sums.items()}
                     for name, leaf in trainables.leaves.items():
                         leaf.grad = gradients[name].to(leaf.device, leaf.dtype)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                    trainables.refresh()
+                    _step(optimizer, trainables, correction)
         every = torch.cat(norms) if norms else torch.zeros(0)
         return Diagnostics(
             steps=steps,
@@ -117,7 +122,13 @@ class Trainer:
         )
 
     def train_plain(
-        self, trainables: Trainables, steps: int, seed: int, *, lr: float | None = None
+        self,
+        trainables: Trainables,
+        steps: int,
+        seed: int,
+        *,
+        lr: float | None = None,
+        correction: Correction | None = None,
     ) -> Diagnostics:
         """Take `steps` ordinary steps on seeded batches without replacement; equal for equal seeds."""
         losses: list[float] = []
@@ -133,9 +144,7 @@ class Trainer:
                 leaves = trainables.leaves.values()
                 squares = [p.grad.double().square().sum() for p in leaves if p.grad is not None]
                 norms.append(float(torch.stack(squares).sum().sqrt()))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                trainables.refresh()
+                _step(optimizer, trainables, correction)
         return Diagnostics(
             steps=steps,
             train_loss=float(np.average(losses, weights=drawn)),
@@ -232,3 +241,15 @@ class Trainer:
         if train.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=train.momentum, weight_decay=train.weight_decay)
         return torch.optim.AdamW(groups, weight_decay=train.weight_decay)
+
+
+def _step(optimizer: torch.optim.Optimizer, trainables: Trainables, correction: Correction | None) -> None:
+    """Correct, step, and bring the model up to date."""
+    if correction is not None:
+        by_parameter = {id(p): float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
+        rates = {name: by_parameter[id(leaf)] for name, leaf in trainables.leaves.items()}
+        with torch.no_grad():
+            correction.before_step(trainables.leaves, rates)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    trainables.refresh()

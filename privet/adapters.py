@@ -36,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 from privet.config import Config, ModelConfig, unknown
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
+from privet.lowrank import factorise
 from privet.seeding import child_generator, child_seed
 
 transformers_logging.disable_progress_bar()
@@ -62,6 +63,11 @@ class TargetModule:
         """Name of the factor B (m x r)."""
         return f"{self.name}.lora_B.weight"
 
+    @property
+    def delta(self) -> str:
+        """Name of a change of the frozen weight (m x n), in units of the product B A."""
+        return f"{self.name}.delta"
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
@@ -84,6 +90,11 @@ class AdapterSpec:
     def b(self) -> Shapes:
         """Shapes of all B factors, in model order."""
         return {t.b: (t.out, self.rank) for t in self.targets}
+
+    @property
+    def deltas(self) -> Shapes:
+        """Shapes of the changes that a method may make to the frozen weights, in model order."""
+        return {t.delta: (t.out, t.inp) for t in self.targets}
 
     @property
     def lora(self) -> Shapes:
@@ -164,6 +175,7 @@ class AdaptedModel:
         full_names = {id(p): n for n, p in module.named_parameters()}
         self._full_names = {n: full_names[id(p)] for n, p in self._parameters.items()}
         self._short_names = {full: n for n, full in self._full_names.items()}
+        self._folded: dict[str, Tensor] = {}  # frozen weights as they came, of the targets that were changed
         for parameter in module.parameters():
             parameter.requires_grad_(False)
         module.eval()
@@ -194,16 +206,42 @@ class AdaptedModel:
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Set the whole adapter and head: the initial values, overwritten by `values`.
 
+        A target's ``delta`` is added to its frozen weight, times alpha / r; without one the weight is as it came.
+
         Raises
         ------
         ValueError
             For an unknown name or a wrong shape; the model is then unchanged.
+        ConfigError
+            For a change of a frozen weight that is quantised.
         """
-        _check_shapes(values, {**self.spec.lora, **self.spec.head})
+        _check_shapes(values, {**self.spec.lora, **self.spec.head, **self.spec.deltas})
+        self._fold({t.name: values[t.delta] for t in self.spec.targets if t.delta in values})
         for name, parameter in self._parameters.items():
             value = values.get(name, self._initial[name])
             parameter.copy_(value.to(parameter.device, parameter.dtype))
             parameter.grad = None
+
+    def _fold(self, deltas: Mapping[str, Tensor]) -> None:
+        """Change the frozen weights by exactly these deltas, by target."""
+        for name in deltas:
+            if name not in self._folded:
+                weight = self._frozen(name)
+                if not weight.is_floating_point():
+                    raise ConfigError(f"{name} is quantised: a method that changes the base model cannot use it")
+                self._folded[name] = weight.detach().clone()
+        for name, before in self._folded.items():
+            weight = self._frozen(name)
+            weight.copy_(before)
+            if name in deltas:
+                delta = deltas[name].to(weight.device) * self.spec.scaling
+                module = self.module.backbone.get_submodule(name)
+                turned = delta.t() if isinstance(cast(Any, module).base_layer, Conv1D) else delta
+                weight.copy_(before.float() + turned)
+
+    def _frozen(self, target: str) -> Tensor:
+        layer = cast(Any, self.module.backbone.get_submodule(target))
+        return cast(Tensor, layer.base_layer.weight)
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -518,13 +556,16 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
 
     With ``pooling=model`` the head is inside (PEFT's ``modules_to_save``); with ``pooling=mean`` transformers
     has no such head, so it lies beside the adapter as ``head.safetensors``. Local heads are on the nodes only.
+    Changes of the frozen weights become further columns and rows of the factors, so the rank may be larger than
+    the one that was trained; alpha / r stays.
     """
     spec = adapter_spec(config)
+    factors, rank = _with_deltas(spec, values)
     local = config.task.head == "local"  # trained on the nodes, where it stays
     own_head = config.task.pooling == "model" and not local
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "base_model.model."
-    tensors = {prefix + n: values[n].contiguous() for n in spec.lora}
+    tensors = {prefix + n: factors[n].contiguous() for n in spec.lora}
     head = {} if local else {n: values[n].contiguous() for n in spec.head}
     if own_head:
         tensors |= {prefix + n: v for n, v in head.items()}
@@ -533,8 +574,8 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
     lora = config.model.lora
     peft_config = PeftLoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        r=rank,
+        lora_alpha=lora.alpha * rank / lora.rank,  # type: ignore[arg-type]
         target_modules=[t.name for t in spec.targets],
         lora_dropout=lora.dropout,
         task_type="SEQ_CLS" if own_head else "FEATURE_EXTRACTION",
@@ -543,3 +584,21 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
         inference_mode=True,
     )
     peft_config.save_pretrained(str(folder))
+
+
+def _with_deltas(spec: AdapterSpec, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Return factors whose products hold the deltas too, all of one rank, and that rank."""
+    wide: dict[str, tuple[Tensor, Tensor]] = {}
+    for t in spec.targets:
+        b, a = values[t.b], values[t.a]
+        if t.delta in values:
+            more_b, more_a = factorise(values[t.delta])
+            b, a = torch.cat([b, more_b.float()], 1), torch.cat([a, more_a.float()])
+        wide[t.name] = b, a
+    rank = max(a.shape[0] for _, a in wide.values())
+    factors: dict[str, Tensor] = {}
+    for t in spec.targets:
+        b, a = wide[t.name]
+        factors[t.b] = torch.nn.functional.pad(b, (0, rank - b.shape[1]))
+        factors[t.a] = torch.nn.functional.pad(a, (0, 0, 0, rank - a.shape[0]))
+    return factors, rank

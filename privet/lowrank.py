@@ -115,6 +115,18 @@ def split_product(b: Tensor, a: Tensor, share: float = 0.5) -> tuple[Tensor, Ten
     return split(q, a.double().T @ core.T, b.shape[1], share)
 
 
+def factorise(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B (m x R) and A (R x n), float64, with ``B A`` the matrix (m x n) and R its rank.
+
+    Singular values that rounding to float32 alone can give do not count; R is at least 1.
+    """
+    u, values, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    floor = float(values[0]) * max(matrix.shape) * torch.finfo(torch.float32).eps
+    rank = max(1, int((values > floor).sum()))
+    weights = values[:rank].sqrt()
+    return u[:, :rank] * weights, weights[:, None] * vh[:rank]
+
+
 def vanished(values: Tensor, scale: float) -> bool:
     """Whether a product is zero for all that float32 factors can tell, so that its factors mean nothing.
 

@@ -59,7 +59,8 @@ class Request:
     `sigma` is the noise multiplier that the server planned for this node (0 without privacy) and `planned_steps`
     the largest number of local steps that the schedule gives any node with its rows over the whole run.
     `store` is a folder for the node's store; a node that has its own configured ignores it. `met` says that the
-    node has answered in this run before, so that a node whose store was lost knows it.
+    node has answered in this run before, so that a node whose store was lost knows it, and `acknowledged` which was
+    the last round whose reply of this node is in the server's state (0: none), for what a node may keep for good.
     """
 
     run: str
@@ -73,13 +74,24 @@ class Request:
     sigma: float
     planned_steps: int
     met: bool = False
+    acknowledged: int = 0
     payload: Payload = field(default_factory=Payload)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 over what decides the answer: a repeated request has the same one."""
         digest = hashlib.sha256()
-        for name in ("run", "round", "phase", "node", "config_hash", "code_hash", "sigma", "planned_steps"):
+        for name in (
+            "run",
+            "round",
+            "phase",
+            "node",
+            "config_hash",
+            "code_hash",
+            "sigma",
+            "planned_steps",
+            "acknowledged",
+        ):
             digest.update(f"{name}={getattr(self, name)!r}\n".encode())
         _update(digest, self.payload)
         return digest.hexdigest()

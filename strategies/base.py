@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from privet.adapters import AdaptedModel, AdapterSpec, Shapes, count
 from privet.config import Config, parse
+from privet.corrections import Correction
 from privet.errors import ConfigError
 from privet.trainables import Factors, Trainables
 from privet.wire import Arrays, Payload
@@ -52,10 +53,17 @@ class Session(Memory, Protocol):
         """Number of the round, from 1."""
         ...
 
-    def train(self, trainables: Trainables, *, lr: float | None = None) -> None:
+    @property
+    def acknowledged(self) -> int:
+        """Last round whose reply of this node is in the server's state; 0 for none."""
+        ...
+
+    def train(
+        self, trainables: Trainables, *, lr: float | None = None, correction: Correction | None = None
+    ) -> None:
         """Take the local steps of this phase, privately if the run is private; at most once a phase.
 
-        `lr` replaces ``train.lr`` for everything but the head.
+        `lr` replaces ``train.lr`` for everything but the head; `correction` acts in every step, after the noise.
         """
         ...
 
@@ -154,8 +162,9 @@ class LoraStrategy(RoundStrategy):
         return state
 
     def model_values(self, state: Arrays) -> Arrays:
-        """Return the factors and head that the state stands for, where they differ from the initial ones."""
-        return {n: v for n, v in state.items() if n in self.spec.lora or n in self.spec.head}
+        """Return the factors, head and changes of frozen weights that a state stands for; others are as they began."""
+        known = (*self.spec.lora, *self.spec.head, *self.spec.deltas)
+        return {n: state[n] for n in known if n in state}
 
     def once_cost(self) -> tuple[int, int]:
         """Numbers and bytes of one-off material that one node is sent in the whole run."""

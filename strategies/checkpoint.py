@@ -32,6 +32,8 @@ class Checkpoint:
         Nodes that have answered.
     informed : list of [phase, node]
         Who has had a phase's one-off material.
+    acknowledged : dict of node to round
+        The last round whose reply of a node is in the state.
     spent : dict
         The server's view of what was spent (:meth:`privet.privacy.spending.Spending.to_json`).
     record, traffic : dict
@@ -44,6 +46,7 @@ class Checkpoint:
     state: Arrays
     met: list[str]
     informed: list[tuple[str, str]]
+    acknowledged: dict[str, int]
     spent: dict[str, Any]
     record: dict[str, Any]
     traffic: dict[str, Any]
@@ -55,6 +58,7 @@ class Checkpoint:
             "round": self.round,
             "met": self.met,
             "informed": self.informed,
+            "acknowledged": self.acknowledged,
             "spent": self.spent,
             "record": self.record,
             "traffic": self.traffic,

@@ -120,6 +120,7 @@ class RoundStrategy(Strategy):
         self._run: Run | None = None
         self._met: set[str] = set()
         self._informed: set[tuple[str, str]] = set()
+        self._acknowledged: dict[str, int] = {}
 
     # --- hooks -----------------------------------------------------------------------------------
 
@@ -164,6 +165,8 @@ class RoundStrategy(Strategy):
         self._met = set(resumed.met) if resumed else set()  # nodes that have answered
         # (phase, node) that have had the phase's one-off material
         self._informed = set(resumed.informed) if resumed else set()
+        # the last round whose reply of a node is in the state
+        self._acknowledged = dict(resumed.acknowledged) if resumed else {}
 
     @property
     def run(self) -> Run:
@@ -232,7 +235,9 @@ class RoundStrategy(Strategy):
             started = time.monotonic()
             next_state, exchanges, traffic = self._round(grid, plan, state, timeout)
             void = next_state is None
-            state = state if next_state is None else next_state
+            if next_state is not None:
+                state = next_state
+                self._acknowledged |= dict.fromkeys(exchanges[-1].replied, plan.number)
             record = self._record(plan, exchanges, traffic, void, time.monotonic() - started)
             recorder.checkpoint(
                 Checkpoint(
@@ -240,6 +245,7 @@ class RoundStrategy(Strategy):
                     state=state,
                     met=sorted(self._met),
                     informed=sorted(self._informed),
+                    acknowledged=dict(sorted(self._acknowledged.items())),
                     spent=self.run.spending.to_json(),
                     record=record,
                     traffic=traffic.nodes,
@@ -372,6 +378,7 @@ class RoundStrategy(Strategy):
             sigma=node_plan.sigma,
             planned_steps=node_plan.planned_steps,
             met=node in self._met,
+            acknowledged=self._acknowledged.get(node, 0),
             payload=payload,
         )
 
