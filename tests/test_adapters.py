@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,54 @@ def test_load_is_complete_and_strict() -> None:
     assert torch.equal(model.read([name])[name], before)
 
 
+def dense_base(model: AdaptedModel, name: str) -> torch.Tensor:
+    return model.module.backbone.get_submodule(name).base_layer.weight.detach().clone()
+
+
+def test_a_delta_is_added_to_the_frozen_weight_and_taken_out_again() -> None:
+    model = build_model(tiny())
+    first, second = model.spec.targets[:2]
+    before = {t.name: dense_base(model, t.name) for t in model.spec.targets}
+    delta = torch.randn(first.out, first.inp)
+    for _ in range(2):  # a repeated load does not add twice
+        model.load({first.delta: delta})
+        assert torch.equal(dense_base(model, first.name), before[first.name] + model.spec.scaling * delta)
+        assert torch.equal(dense_base(model, second.name), before[second.name])
+    model.load({second.delta: torch.ones(second.out, second.inp)})
+    assert torch.equal(dense_base(model, first.name), before[first.name])
+    with pytest.raises(ValueError, match="shape"):
+        model.load({first.delta: delta[:1]})
+    model.load({})
+    assert all(torch.equal(dense_base(model, n), w) for n, w in before.items())
+
+
+def test_a_delta_is_the_product_of_factors_also_where_weights_are_stored_transposed() -> None:
+    config = tiny()
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
+    lora = replace(config.model.lora, targets=("c_attn",))
+    config = replace(config, model=replace(config.model, architecture=gpt2, lora=lora))
+    model = build_model(config)
+    (target,) = model.spec.targets
+    values = randomised(model)
+    inputs = batch(config)
+    model.load(values)
+    with torch.no_grad():
+        want = model.module(**inputs)
+    product = values.pop(target.b) @ values.pop(target.a)
+    model.load({**values, target.delta: product})
+    with torch.no_grad():
+        torch.testing.assert_close(model.module(**inputs), want)
+
+
+def test_a_delta_of_a_quantised_weight_is_refused() -> None:
+    model = build_model(tiny())
+    target = model.spec.targets[0]
+    layer = model.module.backbone.get_submodule(target.name).base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match="quantised"):
+        model.load({target.delta: torch.ones(target.out, target.inp)})
+
+
 def test_base_weights_follow_the_seed_and_are_loaded_once() -> None:
     config = tiny("seed=3")
     first = load_model(config)
@@ -121,8 +170,9 @@ def test_wrong_weights_hash_is_refused() -> None:
         build_model(compose(["model.sha256=00000000"]))
 
 
+@pytest.mark.parametrize("deltas", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "model"])
-def test_export_loads_in_plain_peft_and_predicts_the_same(pooling: str, tmp_path: Path) -> None:
+def test_export_loads_in_plain_peft_and_predicts_the_same(pooling: str, deltas: bool, tmp_path: Path) -> None:
     base = tmp_path / "base"
     config = tiny(f"task.pooling={pooling}")
     model = build_model(config)
@@ -139,6 +189,10 @@ def test_export_loads_in_plain_peft_and_predicts_the_same(pooling: str, tmp_path
     plain.save_pretrained(base)
 
     values = randomised(model)
+    if deltas:  # of ranks 3 and full; the other targets have none
+        first, second = model.spec.targets[:2]
+        values[first.delta] = torch.randn(first.out, 3) @ torch.randn(3, first.inp) * 0.1
+        values[second.delta] = torch.randn(second.out, second.inp) * 0.1
     model.load(values)
     inputs = batch(config)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import Tensor
 from privet.lowrank import (
     basis,
     checksum,
+    factorise,
     omega,
     project,
     sketch,
@@ -178,3 +179,14 @@ def test_the_checksum_is_over_every_modules_first_row() -> None:
         changed = [t.clone() for t in tests]
         changed[index][0, 2] += 1e-12
         assert not torch.equal(first, checksum(changed))
+
+
+@pytest.mark.parametrize("rank", [0, 2, N])
+def test_a_matrix_falls_into_factors_of_its_rank(rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    left = torch.randn(M, rank, generator=generator, dtype=torch.float64)
+    right = torch.randn(rank, N, generator=generator, dtype=torch.float64)
+    matrix = left @ right
+    b, a = factorise(matrix.float())
+    assert b.shape[1] == a.shape[0] == max(1, min(rank, M, N))
+    assert float((b @ a - matrix).norm()) <= 1e-6 * float(matrix.norm())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from client_app.trainer import Noise, Trainer
 from privet.adapters import AdaptedModel, build_model
@@ -177,6 +177,43 @@ def test_weight_decay_acts_after_the_noise(settings: list[str]) -> None:
         moved.append({n: v - before[n] for n, v in model.read(names).items()})
     for n in names:
         torch.testing.assert_close(moved[1][n] - moved[0][n], -0.5 * 0.3 * before[n], rtol=1e-3, atol=1e-6)
+
+
+class Pull:
+    """Draws every leaf to zero, and writes down what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, Tensor], dict[str, float]]] = []
+
+    def before_step(self, leaves: Mapping[str, nn.Parameter], rates: Mapping[str, float]) -> None:
+        assert not torch.is_grad_enabled()
+        self.seen.append(({n: p.grad.clone() for n, p in leaves.items() if p.grad is not None}, dict(rates)))
+        for leaf in leaves.values():
+            leaf.grad += 0.3 * leaf
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_correction_acts_after_the_noise_in_every_step(settings: list[str], private: bool) -> None:
+    """Rule 5: with equal noise, one step with and without differs by exactly the correction."""
+    moved, pull = [], Pull()
+    for correction in (None, pull):
+        config = tiny(settings, "train.head_lr=0.25", *([] if private else ["privacy=none"]))
+        model, data = build_model(config), rows()
+        model.load(start(model))
+        names = [*model.spec.b, *model.spec.head]
+        before = model.read(names)
+        local, factors = trainer(config, model, data), Factors(model, names)
+        if private:
+            local.train_private(factors, 1, Noise(1.0, 1.0, Everything(3)), correction=correction)
+        else:
+            local.train_plain(factors, 1, 0, correction=correction)
+        moved.append({n: v - before[n] for n, v in model.read(names).items()})
+    ((gradients, rates),) = pull.seen
+    assert rates == {n: 0.25 if n in model.spec.head else 0.5 for n in names}
+    for n in names:
+        torch.testing.assert_close(moved[0][n], -rates[n] * gradients[n], rtol=1e-4, atol=1e-6)
+        pulled = moved[1][n] - moved[0][n]
+        torch.testing.assert_close(pulled, -rates[n] * 0.3 * before[n], rtol=1e-3, atol=1e-6)
 
 
 def test_frozen_parameters_stay_and_nothing_trains_afterwards(settings: list[str]) -> None:
