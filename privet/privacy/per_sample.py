@@ -9,6 +9,7 @@ as they are. Of a LoRA pair whose A is frozen, B can be tapped so that the recor
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 from transformers.pytorch_utils import Conv1D
 
@@ -32,9 +35,23 @@ def is_linear(module: nn.Module) -> bool:
     """Whether `module` computes ``x W^T + b`` (`nn.Linear`) or ``x W + b`` (`Conv1D`), and nothing else.
 
     A subclass with a forward of its own (a quantised layer) does not count, nor does a layer whose forward
-    someone replaced.
+    someone replaced, whose weight is made from other parameters, or whose weight is read without calling it.
     """
-    return getattr(module.forward, "__func__", None) in (nn.Linear.forward, Conv1D.forward)
+    forward = getattr(getattr(module, _slot(module)), "__func__", None)
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return (
+        forward in (nn.Linear.forward, Conv1D.forward)
+        and "weight" in own <= {"weight", "bias"}
+        and not isinstance(module, NonDynamicallyQuantizableLinear)  # inside of nn.MultiheadAttention
+    )
+
+
+def _slot(module: nn.Module) -> str:
+    """Return the attribute that holds a layer's own forward.
+
+    In a model that is spread over devices, Accelerate's hooks wrap it: they move inputs between devices.
+    """
+    return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -123,6 +140,58 @@ class _TappedLinear(torch.autograd.Function):
         return gx, None, None, None, None, None
 
 
+#: Layers that fold the tokens of all examples into one dimension, (b, t, n) to (b t, n), and the names of
+#: the linear layers in them that see the result.
+_FOLDING = {"OPTDecoderLayer": ("fc1", "fc2")}
+
+
+class Fold:
+    """Takes (b t, n) apart into (b, t, n) again for linear layers inside of a layer that folds.
+
+    The number of examples is that of the folding layer's own input. A model that folds in another order, or that
+    is not known to fold, is not covered: the engine refuses its row counts.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        The layer that folds.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._rows = 0
+        self._hook: RemovableHandle | None = None
+
+    @classmethod
+    def around(cls, model: nn.Module, name: str) -> Fold | None:
+        """Return the fold for the linear layer `name` of `model`; None if nothing folds its input."""
+        path = name.split(".")
+        for depth in range(len(path)):
+            layer = model.get_submodule(".".join(path[:depth])) if depth else model
+            if path[depth] in _FOLDING.get(type(layer).__name__, ()):
+                return cls(layer)
+        return None
+
+    def insert(self) -> None:
+        """Begin to look at the folding layer's input."""
+        self._hook = self._layer.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Stop looking."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def undone(self, record: Recorder, x: Tensor) -> Recorder:
+        """Return `record` for the use of a linear layer on x (b t, n), with both tensors taken apart."""
+        if x.dim() != 2:
+            return record
+        size = (self._rows, -1)
+        return lambda x, g: record(x.unflatten(0, size), g.unflatten(0, size))
+
+    def _look(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
+
+
 class StandIn(ABC):
     """Stands in for the `forward` of one linear layer from :meth:`insert` to :meth:`remove`.
 
@@ -137,25 +206,27 @@ class StandIn(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._at = "forward"
         self._replaced: dict[str, Any] = {}
         self.reset()
 
     def insert(self) -> None:
         """Replace the layer's forward."""
         instance = self.module.__dict__
-        self._replaced = {"forward": instance["forward"]} if "forward" in instance else {}
-        instance["forward"] = self
+        self._at = _slot(self.module)
+        self._replaced = {self._at: instance[self._at]} if self._at in instance else {}
+        instance[self._at] = self
 
     def remove(self) -> None:
         """Put back what :meth:`insert` replaced."""
-        del self.module.__dict__["forward"]
+        del self.module.__dict__[self._at]
         self.module.__dict__.update(self._replaced)
         self._replaced = {}
 
     @property
-    def missed(self) -> bool:
-        """Whether, since :meth:`reset`, the layer was used but no backward pass came by, as it should have."""
-        return False
+    def missed(self) -> str | None:
+        """Why the layer got no gradient of a use since :meth:`reset`, where one was due; None if all is well."""
+        return None
 
     @abstractmethod
     def reset(self) -> None:
@@ -178,27 +249,65 @@ class Tap(StandIn):
         A layer for which :func:`is_linear` holds.
     record : Recorder
         Called in the backward pass, once for every use of the layer since.
+
+    Attributes
+    ----------
+    fold : Fold or None
+        Takes apart what another layer of the model folds together before this one sees it; None at first.
     """
 
     def __init__(self, module: nn.Module, record: Recorder) -> None:
         self._recorder = record
+        self.fold: Fold | None = None
         super().__init__(module)
+
+    def insert(self) -> None:
+        """Replace the layer's forward."""
+        super().insert()
+        if self.fold is not None:
+            self.fold.insert()
+
+    def remove(self) -> None:
+        """Put back what :meth:`insert` replaced."""
+        super().remove()
+        if self.fold is not None:
+            self.fold.remove()
 
     def reset(self) -> None:
         """Forget whether the layer was used."""
-        self._uses = 0
+        self._uses = 0  # with a gradient to come
         self._records = 0
+        self._promised = 0  # uses that a re-entrant checkpoint will repeat in its backward pass
+        self._repeated = 0  # records of such repeats
+        self._silent = 0  # uses without a gradient: an evaluation, or a part of the model that runs without
 
     @property
-    def missed(self) -> bool:
-        """Whether the layer was used but no backward pass came by."""
-        return self._uses > 0 and self._records == 0
+    def missed(self) -> str | None:
+        """Why the layer got no gradient of a use since :meth:`reset`, where one was due; None if all is well.
+
+        A use whose output the loss does not depend on is well: its gradient is zero.
+        """
+        if self._repeated < self._promised:
+            return (
+                "under re-entrant checkpointing the inputs must require grad "
+                "(model.enable_input_require_grads()), or use_reentrant=False"
+            )
+        if self._silent and not self._uses:
+            return "it ran under torch.no_grad() only"
+        return None
 
     def __call__(self, x: Tensor) -> Tensor:  # noqa: D102
         # Within a backward pass, checkpointing repeats a use that is counted already.
-        self._uses += not _TRACKER.is_bw
+        record = self._repeat if _TRACKER.is_bw else self._record
+        if not _TRACKER.is_bw:
+            promised = not torch.is_grad_enabled() and _in_reentrant_checkpoint()
+            self._promised += promised
+            self._uses += promised or torch.is_grad_enabled()
+            self._silent += not (promised or torch.is_grad_enabled())
+        if self.fold is not None:
+            record = self.fold.undone(record, x)
         weight, bias, seen = self.module.weight, self.module.bias, self._seen(x)
-        out: Tensor = _TappedLinear.apply(x, weight, bias, seen, is_transposed(self.module), self._record)
+        out: Tensor = _TappedLinear.apply(x, weight, bias, seen, is_transposed(self.module), record)
         return out
 
     def _seen(self, x: Tensor) -> Tensor | None:
@@ -208,6 +317,20 @@ class Tap(StandIn):
     def _record(self, x: Tensor, g: Tensor) -> None:
         self._recorder(x, g)
         self._records += 1
+
+    def _repeat(self, x: Tensor, g: Tensor) -> None:
+        self._repeated += 1
+        self._record(x, g)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether the caller runs in the forward pass of a re-entrant checkpoint, which looks like an evaluation."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_qualname.endswith("CheckpointFunction.forward"):
+            return True
+    return False
 
 
 #: Says whether a backward pass is running; it tracks no module unless entered.
@@ -248,7 +371,7 @@ class OuterTap(Tap):
         Stands in for the inner layer.
     complete : callable
         Called when every use of the layer so far has been recorded, so that none is to come. It may stay away:
-        uses without a gradient (an evaluation) are not told from uses that get theirs later.
+        uses that the loss does not depend on are not told from uses that get their gradient later.
     name : str
         For messages.
     """
