@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -219,8 +219,19 @@ class AdaptedModel:
         self._fold({t.name: values[t.delta] for t in self.spec.targets if t.delta in values})
         for name, parameter in self._parameters.items():
             value = values.get(name, self._initial[name])
+            if parameter.shape != value.shape:
+                parameter.data = parameter.data.new_empty(value.shape)
             parameter.copy_(value.to(parameter.device, parameter.dtype))
             parameter.grad = None
+
+    @torch.no_grad()
+    def widen(self, rank: int) -> None:
+        """Give every factor `rank` columns or rows, all zero, until the next :meth:`load`; alpha / r stays."""
+        for t in self.spec.targets:
+            for name, shape in ((t.b, (t.out, rank)), (t.a, (rank, t.inp))):
+                parameter = self._parameters[name]
+                parameter.data = parameter.data.new_zeros(shape)
+                parameter.grad = None
 
     def _fold(self, deltas: Mapping[str, Tensor]) -> None:
         """Change the frozen weights by exactly these deltas, by target."""
@@ -228,7 +239,9 @@ class AdaptedModel:
             if name not in self._folded:
                 weight = self._frozen(name)
                 if not weight.is_floating_point():
-                    raise ConfigError(f"{name} is quantised: a method that changes the base model cannot use it")
+                    raise ConfigError(
+                        f"{name} is quantised: a method that changes the base model cannot use it"
+                    )
                 self._folded[name] = weight.detach().clone()
         for name, before in self._folded.items():
             weight = self._frozen(name)
@@ -351,9 +364,17 @@ def _place(path: str) -> str:
     return str(folder)
 
 
+@dataclass(frozen=True)
+class _Shaping:
+    """A configuration that equals every other one with the same model and task: no other setting shapes a model."""
+
+    key: str
+    config: Config = field(compare=False)
+
+
 @lru_cache(maxsize=8)
-def _spec(config_json: str) -> AdapterSpec:
-    config = Config.from_json(config_json)
+def _spec(shaping: _Shaping) -> AdapterSpec:
+    config = shaping.config
     labels = len(config.task.labels)
     with torch.device("meta"):
         module = _bare_module(config, model_config(config.model, labels), random=True)
@@ -385,7 +406,8 @@ def adapter_spec(config: Config) -> AdapterSpec:
     ConfigError
         If a target module matches nothing, with the nearest names that exist.
     """
-    return _spec(config.to_json())
+    settings = config.to_dict()
+    return _spec(_Shaping(json.dumps([settings["model"], settings["task"]]), config))
 
 
 def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:

@@ -7,14 +7,15 @@ until a command needs them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from privet.config import CONF_DIR, compose
+from privet.config import compose
 from privet.errors import PrivetError
 
 
@@ -81,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(handler=_check)
 
     methods = commands.add_parser("methods", help="list the methods", description=_methods.__doc__)
+    methods.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example model=roberta_base_random privacy=none"
+    )
+    methods.add_argument("--json", action="store_true", help="print JSON")
     methods.set_defaults(handler=_methods)
 
     ledger = commands.add_parser("ledger", help="print a node's ledger", description=_ledger.__doc__)
@@ -257,13 +262,21 @@ def _size(amount: float) -> str:
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def _methods(_: argparse.Namespace) -> int:
-    """List the methods, one line each."""
-    from privet.config import options
+def _methods(arguments: argparse.Namespace) -> int:
+    """List the methods: messages and adapter numbers a round, what stays on a node, the paper."""
+    _quiet_libraries()
+    from server_app.catalogue import catalogue
 
-    for name in options("method"):
-        first = (CONF_DIR / "method" / f"{name}.yaml").read_text().splitlines()[0]
-        print(f"{name:12} {first.removeprefix('# ')}")
+    found = catalogue(arguments.overrides)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in found], indent=2))
+        return 0
+    rows = [["method", "messages a round", "up", "down", "trained", "stays on a node", "paper"]]
+    for e in found:
+        numbers = [f"{n:,}" for n in (e.upload, e.download, e.trained)]
+        facts = [", ".join(e.messages), *numbers, e.stays, e.paper]
+        rows.append([e.name, *(["-"] * 4 + [e.refused, ""] if e.refused else facts)])
+    print("\n".join(_table(rows, left=(0, 1, 5, 6))))
     return 0
 
 
@@ -321,13 +334,13 @@ def _ledger_text(ledger: dict[str, Any]) -> str:
     return "\n".join([f"{ledger['node']}: {life}, delta {ledger['delta']:g}", *_table(rows)])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out rows in columns, the first one to the left."""
+def _table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lay out rows in columns, those named to the `left`, the others to the right."""
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
-        )
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
         for r in rows
     ]
 

@@ -96,6 +96,10 @@ class LoraStrategy(RoundStrategy):
 
     Attributes
     ----------
+    paper : str
+        Where the method is from: authors, year, place.
+    stays : str
+        What of the training stays on a node from round to round.
     Params : type
         Frozen dataclass of the method's own settings (``conf/method/<name>.yaml`` without name and tuned).
     phases : tuple of str
@@ -110,6 +114,8 @@ class LoraStrategy(RoundStrategy):
         what the rest had sent before (their merger is then a :class:`KeptMean`), or void the round.
     """
 
+    paper: ClassVar[str] = ""
+    stays: ClassVar[str] = "nothing"
     Params: ClassVar[type] = NoParams
     releases: ClassVar[Mapping[str, str]] = {"train": "dp-sgd"}
 

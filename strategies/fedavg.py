@@ -13,6 +13,8 @@ from strategies.base import LoraStrategy
 class FedAvg(LoraStrategy):
     """Train A and B, send both, average both (D numbers up and down)."""
 
+    paper = "FedIT, Zhang et al. 2023 (FedAvg: McMahan et al. 2017)"
+
     @property
     def exchanged(self) -> Shapes:
         """Both factors of every module."""

@@ -13,6 +13,8 @@ from strategies.base import LoraStrategy
 class FFALora(LoraStrategy):
     """Train B, send B, average B (half of D up and down)."""
 
+    paper = "FFA-LoRA, Sun et al., ICLR 2024"
+
     @property
     def exchanged(self) -> Shapes:
         """B of every module."""

@@ -14,6 +14,8 @@ from strategies.base import LoraStrategy
 class Probe(LoraStrategy):
     """Train, send and average the head alone."""
 
+    paper = "linear probe, a control"
+
     def __init__(self, config: Config, spec: AdapterSpec) -> None:
         super().__init__(config, spec)
         if not self.trained_head:

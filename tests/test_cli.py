@@ -97,8 +97,20 @@ def test_ledger_shows_budget_spent_and_what_still_fits(
     assert ledger["runs"][0]["steps"] == 4
 
 
-def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == options("method")
-    assert {"fedavg", "fedhsip", "ffa_lora", "probe"} <= set(names)
+def test_methods_are_listed_with_messages_numbers_and_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "model=roberta_base_random", "--json"]) == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert list(found) == options("method")
+    assert all(e["paper"] and e["stays"] and not e["refused"] for e in found.values())
+    assert (found["fedask"]["upload"], found["fedask"]["download"]) == (442_368, 516_096)
+    assert found["fedask"]["messages"] == ["sketch", "project"]
+    assert found["fedhsip"]["messages"] == ["(warmup)", "train"]
+
+
+def test_a_method_that_cannot_run_is_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "model=tiny_random", "task.head=frozen"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "task.head = frozen is not allowed" in lines["probe"]
+    assert "train" in lines["fedavg"]
+    assert main(["methods", "model.lora.targets=[qury]"]) == 2
+    assert "did you mean 'query'" in capsys.readouterr().err
