@@ -67,6 +67,8 @@ class FedASKParams:
 class FedASK(LoraStrategy):
     """Train (under DP: B), sketch, project, split; or under DP send B and split the product."""
 
+    paper = "FedASK (PrivacyFedLLM)"
+    stays = "its factors, between the two phases"
     Params = FedASKParams
     releases: ClassVar[Mapping[str, str]] = {
         "sketch": "dp-sgd",

@@ -83,6 +83,8 @@ class FedHSIPParams:
 class FedHSIP(LoraStrategy):
     """Train, send and average theta_d and the head (D / 6.4 numbers up and down)."""
 
+    paper = "FedHSIP, arXiv 2609.26091"
+    stays = "the projection rule"
     Params = FedHSIPParams
     releases: ClassVar[Mapping[str, str]] = {"warmup": "dp-sgd", "train": "dp-sgd"}
 

@@ -51,6 +51,8 @@ class FedRandParams:
 class FedRand(LoraStrategy):
     """Train A and B, keep both, send a random one (D numbers down, about D / 2 up)."""
 
+    paper = "FedRand"
+    stays = "both factors of its last round"
     Params = FedRandParams
 
     @property
