@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -225,7 +225,10 @@ class Trainer:
             projection = ProjectedParameters(rule.slots, rule.coefficients, rule.d, order)
         scaling = self._model.spec.scaling
         products = [WeightProduct(full(t.a), full(t.b), scaling) for t in trainables.products]
-        return GradientEngine(self._model.module, clip=clip, projection=projection, products=products)
+        pullbacks = [replace(p, weight=full(p.weight)) for p in trainables.pullbacks]
+        return GradientEngine(
+            self._model.module, clip=clip, projection=projection, products=products, pullbacks=pullbacks
+        )
 
     def _optimizer(self, trainables: Trainables, lr: float) -> torch.optim.Optimizer:
         """Return a fresh optimiser: no state passes from round to round or from client to client."""

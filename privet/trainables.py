@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel, TargetModule
+from privet.privacy.pullback import Pullback
 from privet.projection import Projection, unflatten
 
 THETA = "theta"
@@ -41,6 +42,11 @@ class Trainables(Protocol):
         """Targets that clip an example by the gradient of their whole weight, while only their B trains."""
         ...
 
+    @property
+    def pullbacks(self) -> Sequence[Pullback]:
+        """Model parameters that are written from leaves, by their names here, and the chain rule of each."""
+        ...
+
     def collect(self) -> None:
         """Without privacy: turn the model's autograd gradients into gradients of the leaves."""
         ...
@@ -65,6 +71,7 @@ class Factors:
     """
 
     projection = None
+    pullbacks: tuple[Pullback, ...] = ()
 
     def __init__(self, model: AdaptedModel, names: Sequence[str], *, clip_products: bool = False) -> None:
         self.model_names = tuple(names)
@@ -96,6 +103,7 @@ class Projected:
     """
 
     products: tuple[TargetModule, ...] = ()
+    pullbacks: tuple[Pullback, ...] = ()
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ METHODS = {
     "ffa_lora": [],
     "fedask": [],
     "fedrand": [],
+    "fedpara": [],
     "fedhsip": ["method.warmup_rounds=1"],
     "probe": [],
 }

@@ -28,6 +28,7 @@ from privet.errors import ConfigError
 from privet.privacy.low_rank import ProductPart, WeightProduct
 from privet.privacy.parts import LinearPart, Part, ProjectedParameters, ProjectedPart, uneven_rows
 from privet.privacy.per_sample import InputKeeper, OuterTap, StandIn, Tap, is_linear, is_transposed
+from privet.privacy.pullback import Pullback, PulledPart
 
 if TYPE_CHECKING:
     from privet.privacy.rng import Randomness
@@ -72,6 +73,9 @@ class GradientEngine:
         LoRA pairs with a frozen A: the examples' gradients with respect to the *whole* weight are what is
         clipped and noised; what comes out is still the gradient of B. Other pairs and the head are clipped by
         their own gradients, inside the same clip.
+    pullbacks : sequence of Pullback
+        Weights that are written from leaves: the leaves' gradients are what is clipped, noised and released,
+        inside the same clip.
 
     Raises
     ------
@@ -96,6 +100,7 @@ class GradientEngine:
         clip: float,
         projection: ProjectedParameters | None = None,
         products: Sequence[WeightProduct] = (),
+        pullbacks: Sequence[Pullback] = (),
     ) -> None:
         if not (clip > 0 and math.isfinite(clip)):
             raise ConfigError(f"privacy.clip = {clip} is not allowed: greater than 0 and finite")
@@ -104,7 +109,7 @@ class GradientEngine:
         self._clip = clip
         self._parameters = _trainable(model)
         owners = _owners(model, self._parameters)
-        self._parts, self._taps = _build(model, owners, projection, products)
+        self._parts, self._taps = _build(model, owners, projection, products, pullbacks)
         self._batch_norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
         self._shapes = {name: shape for part in self._parts for name, shape in part.shapes.items()}
         self._sums: dict[str, Tensor] = {}
@@ -357,6 +362,7 @@ def _build(
     owners: Mapping[str, nn.Module],
     projection: ProjectedParameters | None,
     products: Sequence[WeightProduct],
+    pullbacks: Sequence[Pullback],
 ) -> tuple[list[Part], dict[str, StandIn]]:
     """Return the parts of the clipped vector and a stand-in for every layer that trains or is listened to."""
     parts: list[Part] = []
@@ -377,6 +383,16 @@ def _build(
         for parameter in projection.order:
             taps[names[parameter]] = Tap(modules[parameter], projected.recorder(parameter))
     parts.extend(_tap_products(model, owners, products, taps))
+    for pullback in pullbacks:
+        layer = names.get(pullback.weight)
+        if layer is None or owners[layer].bias is not None or layer in taps:
+            raise ConfigError(
+                f"pullbacks: {pullback.weight} is not the trainable weight of a linear layer without bias, "
+                "or is in the projection, a product or another pullback"
+            )
+        pulled = PulledPart(pullback, owners[layer])
+        parts.append(pulled)
+        taps[layer] = Tap(owners[layer], pulled.record)
     for name, module in owners.items():
         if name not in taps:
             part = LinearPart(name, module)
