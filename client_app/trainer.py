@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
 from privet.corrections import Correction
 from privet.data.collate import Tokenised, microbatches, pad_batch
+from privet.losses import classification
 from privet.privacy.engine import Clipped, GradientEngine
 from privet.privacy.low_rank import WeightProduct
 from privet.privacy.parts import ProjectedParameters
@@ -194,7 +194,7 @@ class Trainer:
         """Return one loss an example (batch,), so that no example's gradient depends on another's."""
         batch = pad_batch(self._rows, rows, self._pad_id, self._model.device)
         labels = batch.pop("labels")
-        return cross_entropy(self._model.module(**batch).float(), labels, reduction="none")
+        return classification(self._model.module(**batch), labels)
 
     # --- around the steps ------------------------------------------------------------------------
 

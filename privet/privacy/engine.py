@@ -14,9 +14,8 @@ the micro-batch is added up.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,14 +26,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from privet.errors import ConfigError
 from privet.privacy.low_rank import ProductPart, WeightProduct
 from privet.privacy.parts import LinearPart, Part, ProjectedParameters, ProjectedPart, uneven_rows
-from privet.privacy.per_sample import InputKeeper, OuterTap, StandIn, Tap, is_linear, is_transposed
+from privet.privacy.per_sample import Fold, InputKeeper, OuterTap, StandIn, Tap, is_linear, is_transposed
 from privet.privacy.pullback import Pullback, PulledPart
+from privet.privacy.supported import (
+    ImageGuard,
+    owners,
+    refuse_cutting_checkpoints,
+    refuse_unsupported,
+    trainable,
+)
 
 if TYPE_CHECKING:
     from privet.privacy.rng import Randomness
-
-_EXPERTS = re.compile(r"(^|\.)(experts?|router|moe|block_sparse_moe)$")
-_EXPERT_CLASS = re.compile(r"Moe|MoE|Experts|Router")
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,13 @@ class GradientEngine:
     ) -> None:
         if not (clip > 0 and math.isfinite(clip)):
             raise ConfigError(f"privacy.clip = {clip} is not allowed: greater than 0 and finite")
-        _refuse_mixing(model)
+        refuse_unsupported(model)
         self._model = model
         self._clip = clip
-        self._parameters = _trainable(model)
-        owners = _owners(model, self._parameters)
-        self._parts, self._taps = _build(model, owners, projection, products, pullbacks)
+        self._parameters = trainable(model)
+        layers = owners(model, self._parameters)
+        self._parts, self._taps = _build(model, layers, projection, products, pullbacks)
+        self._images = ImageGuard(model, layers)
         self._batch_norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
         self._shapes = {name: shape for part in self._parts for name, shape in part.shapes.items()}
         self._sums: dict[str, Tensor] = {}
@@ -129,13 +133,14 @@ class GradientEngine:
         ------
         ConfigError
             If other parameters train than when the engine was built, a layer's forward was replaced by
-            someone else, or a batch normalisation layer is in training mode.
+            someone else, a batch normalisation layer is in training mode, or re-entrant checkpointing would
+            cut the gradient off.
         RuntimeError
             If the engine is attached already.
         """
         if self._attached:
             raise RuntimeError("the engine is attached already")
-        now = _trainable(self._model)
+        now = trainable(self._model)
         for name in now.keys() ^ self._parameters.keys():
             raise ConfigError(f"{name} began or ceased to train after the engine was built: build a new one")
         for name, parameter in now.items():
@@ -145,10 +150,12 @@ class GradientEngine:
             if not is_linear(tap.module):
                 raise ConfigError(f"{name} has a forward that is not its own: is another engine attached?")
         self._refuse_batch_norm()
+        refuse_cutting_checkpoints(self._model)
         for part in self._parts:
             part.begin()
         for tap in self._taps.values():
             tap.insert()
+        self._images.insert()
         self._attached = True
 
     def detach(self) -> None:
@@ -157,6 +164,7 @@ class GradientEngine:
             return
         for tap in self._taps.values():
             tap.remove()
+        self._images.remove()
         self._attached = False
         self._sums = {}
         self.discard()
@@ -198,7 +206,9 @@ class GradientEngine:
         self._require_attached()
         try:
             # Inside the caller's autocast region the sums would be products in bfloat16.
-            with torch.autocast(self._parts[0].device.type, enabled=False):
+            with ExitStack() as stack:
+                for device in {part.device.type for part in self._parts}:
+                    stack.enter_context(torch.autocast(device, enabled=False))
                 clipped, added = self._clip_rows(self._recorded(rows))
         finally:
             self.discard()
@@ -209,6 +219,34 @@ class GradientEngine:
             else:
                 self._sums[name] = tensor
         return clipped
+
+    def refuse_mixing(self, losses: Tensor) -> None:
+        """Measure that the gradient of one example's loss stays in that example's rows; nothing is kept of it.
+
+        It shows what a model's layers do not tell: examples that see each other in code of the model's own, or
+        rows in another order than that of the examples. Any two examples will do, best of made-up tokens.
+
+        Parameters
+        ----------
+        losses : Tensor
+            One loss per example, at least two, fresh from the attached model.
+
+        Raises
+        ------
+        ConfigError
+            If another row got a gradient; the message names the layer.
+        """
+        self._require_attached()
+        try:
+            losses[0].backward()
+            for part in self._recorded(len(losses)):
+                if bool((part.squared_norms()[1:] > 0).any()):
+                    raise ConfigError(
+                        f"{part.name}: the loss of one example has a gradient in the rows of others; a model "
+                        "that mixes the examples of a batch, or reorders them, is not supported under DP"
+                    )
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Drop what a micro-batch has left per example, say when its backward pass ran out of memory."""
@@ -270,11 +308,8 @@ class GradientEngine:
             if part.rows != rows:
                 raise uneven_rows(part.name, part.rows or 0, rows)
         for name, tap in self._taps.items():
-            if tap.missed:
-                raise ConfigError(
-                    f"{name} was used but got no gradient: under re-entrant checkpointing the inputs must "
-                    "require grad (model.enable_input_require_grads()), or use_reentrant=False"
-                )
+            if tap.missed is not None:
+                raise ConfigError(f"{name} was used but got no gradient: {tap.missed}")
         if not recorded:
             raise ConfigError("the backward pass reached no trainable layer")
         return recorded
@@ -306,55 +341,6 @@ class GradientEngine:
     def _require_attached(self) -> None:
         if not self._attached:
             raise RuntimeError("the engine is not attached")
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse models whose examples see each other or whose adapters are more than linear layers."""
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if _EXPERTS.search(name) or _EXPERT_CLASS.search(kind):
-            raise ConfigError(
-                f"{name or 'the model'} ({kind}): a mixture of experts may route the examples of a batch "
-                "together, which is not supported under DP"
-            )
-        if getattr(module, "lora_variant", None):
-            variant = type(next(iter(module.lora_variant.values()))).__name__
-            raise ConfigError(
-                f"{name}: the adapter variant {variant} is not supported under DP, only plain LoRA"
-            )
-
-
-def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Module]:
-    """Return the linear layers that own the trainable parameters, by layer name.
-
-    Raises
-    ------
-    ConfigError
-        For a parameter that no linear layer owns, or two.
-    """
-    if not parameters:
-        raise ConfigError("the model has no trainable parameter")
-    layers = {name: m for name, m in model.named_modules() if is_linear(m)}
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append(name)
-    owners: dict[str, nn.Module] = {}
-    for name, parameter in parameters.items():
-        first, *others = holders[id(parameter)]
-        if others:
-            raise ConfigError(
-                f"{name} is shared by {first} and {others[0]}: no per-example rule for tied weights"
-            )
-        if first not in layers:
-            kind = type(model.get_submodule(first)).__name__
-            raise ConfigError(f"{name} trains, but there is no per-example rule for {kind}: freeze it")
-        owners[first] = layers[first]
-    return owners
 
 
 def _build(
@@ -398,6 +384,9 @@ def _build(
             part = LinearPart(name, module)
             parts.append(part)
             taps[name] = Tap(module, part.record)
+    for name, tap in taps.items():
+        if isinstance(tap, Tap):
+            tap.fold = Fold.around(model, name)
     return parts, taps
 
 

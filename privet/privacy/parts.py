@@ -151,8 +151,9 @@ class LinearPart(Part):
         # Not Tensor.norm: in float32 on the CPU it falls short on long rows, and examples would exceed C.
         squares = [t.flatten(1).square().sum(1) for t in (self._weight, self._bias) if t is not None]
         if self._outer is not None:
-            x, g = self._outer
-            squares.append(x.square().sum(1) * g.square().sum(1))
+            # In float64: a square that vanishes in float32 may stand next to one that is all but infinite.
+            x, g = (t.double().square().sum(1) for t in self._outer)
+            squares.append((x * g).to(self.dtype))
         return torch.stack(squares).sum(0)
 
     def zero_rows(self, rows: Tensor) -> None:

@@ -298,7 +298,7 @@ class Tap(StandIn):
 
     def __call__(self, x: Tensor) -> Tensor:  # noqa: D102
         # Within a backward pass, checkpointing repeats a use that is counted already.
-        record = self._repeat if _TRACKER.is_bw else self._record
+        record: Recorder = self._repeat if _TRACKER.is_bw else self._record
         if not _TRACKER.is_bw:
             promised = not torch.is_grad_enabled() and _in_reentrant_checkpoint()
             self._promised += promised

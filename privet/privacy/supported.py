@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from privet.errors import ConfigError
 from privet.privacy.per_sample import is_linear
@@ -35,8 +36,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     Raises
     ------
     ConfigError
-        For a mixture of experts, a wrapper that spreads a batch, a compiled module, or an adapter other than
-        plain LoRA; the message names it.
+        For a mixture of experts, a wrapper that spreads a batch, a compiled module, 8-bit layers with an outlier
+        threshold, or an adapter other than plain LoRA; the message names it.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -55,8 +56,48 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name}: the adapter variant {variant} is not supported under DP, only plain LoRA"
             )
+        if getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
+            raise ConfigError(
+                f"{where}: picks its outlier columns over the whole batch, so that an example's output depends on "
+                "the others, which is not supported under DP: llm_int8_threshold=0.0"
+            )
         if kind in _FUNCTIONAL and hasattr(module, "lora_A"):
             raise ConfigError(f"{where}: an adapter of this layer is not supported under DP")
+
+
+def refuse_cutting_checkpoints(model: nn.Module) -> None:
+    """Refuse re-entrant checkpointing of layers whose inputs have no gradient: theirs would be lost.
+
+    Raises
+    ------
+    ConfigError
+        If a model of transformers checkpoints that way and nothing makes its embeddings' output require grad.
+    """
+    cutting = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and module.training
+        and getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get(
+            "use_reentrant"
+        )
+    ]
+    if cutting and not any(_embeddings_require_grad(m) for m in model.modules()):
+        raise ConfigError(
+            f"{cutting[0]}: re-entrant checkpointing loses the gradients of layers whose inputs do not require "
+            "grad: call model.enable_input_require_grads(), or use use_reentrant=False"
+        )
+
+
+def _embeddings_require_grad(module: nn.Module) -> bool:
+    """Whether the token embeddings of a model of transformers have a hook, as `enable_input_require_grads` sets."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    try:
+        embeddings = module.get_input_embeddings()
+    except NotImplementedError:
+        return False
+    return isinstance(embeddings, nn.Module) and bool(embeddings._forward_hooks)
 
 
 def owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Module]:

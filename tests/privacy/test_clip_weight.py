@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Config
-from transformers.pytorch_utils import Conv1D
 
 from client_app.trainer import Noise, Trainer
 from privet.adapters import build_model
@@ -29,127 +26,26 @@ from privet.privacy.engine import GradientEngine
 from privet.privacy.low_rank import WeightProduct, direct_squares, gram_squares, outer_squares
 from privet.privacy.parts import ProjectedParameters
 from privet.trainables import Factors
-
-VOCAB, LENGTHS = 50, (7, 3, 5, 1)
-BERT = BertConfig(
-    vocab_size=VOCAB, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-    max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    pad_token_id=0,
-)  # fmt: skip
-GPT2 = GPT2Config(
-    vocab_size=VOCAB, n_embd=12, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-    attn_pdrop=0.0, num_labels=3, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-)  # fmt: skip
-# Base, LoRA targets, head. 12 x 12 and 12 x 20 take the direct norm on seven tokens, 12 x 36 takes the Gram one.
-FAMILIES: dict[str, tuple[Any, list[str], str]] = {
-    "bert": (BERT, ["query", "value"], "classifier"),
-    "gpt2": (GPT2, ["c_attn", "c_fc"], "score"),
-}
-SCALING = 3.0  # alpha 6, r 2
-
-
-class Known:
-    """A Randomness for tests: seeded normals, or those that it was given."""
-
-    def __init__(self, seed: int = 0, draws: Sequence[Tensor] = ()) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.draws = list(draws)
-
-    def normal(self, shape: Sequence[int], *, device: Any, dtype: torch.dtype) -> Tensor:
-        if not self.draws:
-            return torch.randn(tuple(shape), generator=self.generator, dtype=dtype)
-        draw = self.draws.pop(0)
-        assert draw.shape == tuple(shape)
-        return draw.to(dtype, copy=True)
-
-    def uniform(self, n: int) -> NDArray[np.float64]:
-        return np.zeros(n)
+from tests.privacy import families
+from tests.privacy.families import (
+    LENGTHS,
+    SCALING,
+    Gradients,
+    Known,
+    assert_equal,
+    clipped_products,
+    freeze_a,
+    losses,
+    make_batch,
+    norms_of,
+    on_merged_weights,
+    products_of,
+    relative_error,
+)
 
 
-def make_model(
-    family: str = "bert", dtype: torch.dtype = torch.float64, head: bool = True, **lora: Any
-) -> Any:
-    config, targets, classifier = FAMILIES[family]
-    torch.manual_seed(0)
-    base = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
-    for parameter in base.parameters():  # at the usual 0.02 attention is flat and hardly has a gradient
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.4)
-    options = {"r": 2, "lora_alpha": 6, "target_modules": targets, "fan_in_fan_out": family == "gpt2", **lora}
-    model = get_peft_model(base, LoraConfig(modules_to_save=[classifier] if head else None, **options))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
-        if "lora_A" in name:
-            parameter.requires_grad_(False)
-    return model.to(dtype).train()
-
-
-def products_of(model: nn.Module, scaling: float = SCALING) -> list[WeightProduct]:
-    names = [n for n, _ in model.named_parameters() if "lora_B" in n]
-    return [WeightProduct(n.replace("lora_B", "lora_A"), n, scaling) for n in names]
-
-
-def make_batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, n in enumerate(lengths):
-        ids[row, :n] = torch.randint(2, VOCAB, (n,), generator=generator)
-        mask[row, :n] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths)) % 3}
-
-
-def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits, batch["labels"], reduction="none")
-
-
-Gradients = dict[str, Tensor]
-
-
-def on_merged_weights(model: Any, batch: dict[str, Tensor]) -> Gradients:
-    """Per-example dl/dW by the name of lora_B (rows, m, n), and the head's gradients: one unpadded row at a time."""
-    merged = copy.deepcopy(model).merge_and_unload().requires_grad_(False)
-    wanted: dict[str, tuple[nn.Parameter, bool]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.default.weight")
-        path = layer.replace(".modules_to_save.default", "").removesuffix(".weight").removesuffix(".bias")
-        module = merged.get_submodule(path)
-        own = module.bias if name.endswith(".bias") else module.weight
-        wanted[name] = (own.requires_grad_(True), isinstance(module, Conv1D))
-    rows: list[list[Tensor]] = []
-    for row in range(len(batch["labels"])):
-        n = int(batch["attention_mask"][row].sum())
-        one = {k: v[row : row + 1, :n] if v.dim() == 2 else v[row : row + 1] for k, v in batch.items()}
-        found = torch.autograd.grad(losses(merged, one).sum(), [p for p, _ in wanted.values()])
-        rows.append([g.t() if t else g for g, (_, t) in zip(found, wanted.values(), strict=True)])
-    return {name: torch.stack(column) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
-
-
-def norms_of(gradients: Gradients) -> Tensor:
-    return torch.cat([g.flatten(1) for g in gradients.values()], 1).double().norm(dim=1)
-
-
-def definition(model: nn.Module, gradients: Gradients, clip: float, scaling: float = SCALING) -> Gradients:
-    """``s (sum_i c_i G_i) A^T`` for the products, ``sum_i c_i g_i`` for the head."""
-    factors = (clip / norms_of(gradients)).clamp(max=1)
-    sums = {n: torch.einsum("b,b...->...", factors, g.double()) for n, g in gradients.items()}
-    for name in sums:
-        if "lora_B" in name:
-            a = model.get_parameter(name.replace("lora_B", "lora_A")).detach().double()
-            sums[name] = scaling * sums[name] @ a.t()
-    return sums
-
-
-def assert_equal(got: Gradients, want: Gradients, tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    for name, w in want.items():
-        assert got[name].shape == w.shape, name
-        assert float(w.norm()) > 0, name
-        assert float((got[name] - w).norm()) <= tolerance * float(w.norm()), name
+def make_model(family: str = "bert", dtype: torch.dtype = torch.float64, **lora: Any) -> Any:
+    return freeze_a(families.make_model(family, dtype, **lora))
 
 
 def engine_sum(
@@ -160,41 +56,25 @@ def engine_sum(
     products: list[WeightProduct] | None = None,
 ) -> tuple[Tensor, Gradients]:
     """Norms and the clipped sum without noise, from one micro-batch."""
-    engine = GradientEngine(model, clip=clip, products=products_of(model) if products is None else products)
-    with engine.attached():
-        values = loss(model, batch)
-        values.sum().backward()
-        clipped = engine.accumulate(len(values))
-        return clipped.norms, engine.private_sum(Known(), 0.0, 1)
+    chosen = products_of(model) if products is None else products
+    return families.engine_sum(model, batch, clip, loss, products=chosen)
 
 
 # --- against the definition -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_batches_of_one_on_merged_weights(family: str, head: bool) -> None:
-    model, batch = make_model(family, head=head), make_batch()
+@pytest.mark.parametrize("whole", [None, ["classifier"]])
+def test_equals_batches_of_one_on_merged_weights_and_is_another_geometry(whole: list[str] | None) -> None:
+    model, batch = make_model(modules_to_save=whole), make_batch()
     samples = on_merged_weights(model, batch)
     norms = norms_of(samples)
     clip = float(norms.median())  # some examples are clipped, some are not
     got_norms, got = engine_sum(model, batch, clip)
     torch.testing.assert_close(got_norms, norms, rtol=1e-9, atol=0)
-    assert_equal(got, definition(model, samples, clip), 1e-9)
+    assert_equal(got, clipped_products(model, samples, clip), 1e-9)
     _, on_b = engine_sum(model, batch, clip, products=[])
     name = next(n for n in got if "lora_B" in n)
-    assert float((on_b[name] - got[name]).norm()) > 1e-2 * float(got[name].norm())  # it is another geometry
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_batches_of_one_in_float32(family: str) -> None:
-    model, batch = make_model(family), make_batch()
-    samples = on_merged_weights(model, batch)
-    clip = float(norms_of(samples).median())
-    got_norms, got = engine_sum(model.float(), batch, clip)
-    torch.testing.assert_close(got_norms, norms_of(samples), rtol=1e-5, atol=0)
-    assert {g.dtype for g in got.values()} == {torch.float32}
-    assert_equal(got, definition(model, samples, clip), 1e-4)
+    assert float((on_b[name] - got[name]).norm()) > 1e-2 * float(got[name].norm())
 
 
 def test_some_targets_by_their_weight_and_others_by_b() -> None:
@@ -245,7 +125,7 @@ def written_out(model: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> Gr
 
 def test_lora_dropout_clips_what_a_really_saw() -> None:
     """The same masks in both passes, for every example of the batch."""
-    model, batch = make_model("bert", head=False, lora_dropout=0.5), make_batch()
+    model, batch = make_model("bert", modules_to_save=None, lora_dropout=0.5), make_batch()
 
     def loss(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
         torch.manual_seed(3)
@@ -255,23 +135,9 @@ def test_lora_dropout_clips_what_a_really_saw() -> None:
     clip = float(norms_of(samples).median())
     norms, got = engine_sum(model, batch, clip, loss)
     torch.testing.assert_close(norms, norms_of(samples), rtol=1e-9, atol=0)
-    assert_equal(got, definition(model, samples, clip), 1e-9)
+    assert_equal(got, clipped_products(model, samples, clip), 1e-9)
     plain = norms_of(on_merged_weights(model.eval(), batch))
     assert float((plain - norms).abs().min()) > 1e-6
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
-    model, batch = make_model(family), make_batch()
-    samples = on_merged_weights(model, batch)
-    clip = float(norms_of(samples).median())
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    norms, got = engine_sum(model, batch, clip)
-    torch.testing.assert_close(norms, norms_of(samples), rtol=1e-9, atol=0)
-    assert_equal(got, definition(model, samples, clip), 1e-9)
 
 
 class Net(nn.Module):
@@ -333,7 +199,7 @@ def test_a_layer_used_twice_has_the_norm_of_the_sum(tokens: int, reentrant: bool
     clip = float(norms_of(samples).median())
     norms, got = engine_sum(model, x, clip, call)
     torch.testing.assert_close(norms, norms_of(samples), rtol=1e-9, atol=0)
-    assert_equal(got, definition(model, samples, clip), 1e-9)
+    assert_equal(got, clipped_products(model, samples, clip), 1e-9)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -521,7 +387,7 @@ def test_bfloat16_and_autocast_sum_in_float32(whole_step: bool) -> None:
         got_norms = engine.accumulate(len(LENGTHS)).norms
         got = engine.private_sum(Known(), 0.0, 1)
     torch.testing.assert_close(got_norms, norms, rtol=0.05, atol=0)
-    assert_equal(got, want, 0.1)
+    assert relative_error(got, want) < 0.1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -643,7 +509,7 @@ def test_a_rank_deficient_a(r: int) -> None:
     clip = float(norms_of(samples).median())
     norms, got = engine_sum(model, x, clip, call)
     torch.testing.assert_close(norms, norms_of(samples), rtol=1e-9, atol=0)
-    assert_equal(got, definition(model, samples, clip), 1e-9)
+    assert_equal(got, clipped_products(model, samples, clip), 1e-9)
 
 
 # --- life and refusals ----------------------------------------------------------------------------
@@ -662,7 +528,7 @@ def test_a_may_change_between_attachments_but_not_within() -> None:
         losses(model, batch).sum().backward()
         engine.accumulate(len(LENGTHS))
         got = engine.private_sum(Known(), 0.0, 1)
-        assert_equal(got, definition(model, on_merged_weights(copy.deepcopy(model), batch), 0.5), 1e-9)
+        assert_equal(got, clipped_products(model, on_merged_weights(copy.deepcopy(model), batch), 0.5), 1e-9)
         model.get_parameter(products_of(model)[0].a).data[0, 0] += 1
         with pytest.raises(ConfigError, match=r"lora_A.* changed while the engine was attached"):
             engine.private_sum(Known(), 1.0, 1)
@@ -701,7 +567,7 @@ def test_a_deep_copy_is_a_plain_model() -> None:
         engine.discard()
         assert all(bool((g == 0).all()) for g in engine.private_sum(Known(), 0.0, 1).values())
     twin.zero_grad()
-    want = definition(twin, on_merged_weights(twin, batch), 0.5)
+    want = clipped_products(twin, on_merged_weights(twin, batch), 0.5)
     assert_equal(engine_sum(twin, batch, 0.5)[1], want, 1e-9)
 
 
