@@ -69,6 +69,20 @@ def basis(sketched: Tensor) -> Tensor:
     return torch.linalg.qr(sketched.double()).Q
 
 
+def narrow_basis(sketched: Tensor) -> Tensor:
+    """Return an orthonormal basis Q (m x k) of what a sketch (m x s) holds beyond rounding, in float64.
+
+    k is the numerical rank, at least 1: singular values that the rounding of (m x s) numbers to float32 can give
+    do not count. What cancels out between nodes may leave more rounding than that; Q is then wider than it need be.
+    """
+    u, values, _ = torch.linalg.svd(sketched.double(), full_matrices=False)
+    m, s = sketched.shape
+    # A matrix of independent errors of deviation e has the norm e (sqrt m + sqrt s) at the most, nearly surely.
+    size = float(values.norm()) / (m * s) ** 0.5
+    floor = torch.finfo(torch.float32).eps / 2 * size * (m**0.5 + s**0.5)
+    return u[:, : max(1, int((values > floor).sum()))]
+
+
 def project(b: Tensor, a: Tensor, q: Tensor) -> Tensor:
     """Return ``A^T (B^T Q)`` (n x s) for B (m x r), A (r x n) and Q (m x s), in float64."""
     return a.double().T @ (b.double().T @ q.double())
@@ -110,9 +124,16 @@ def split(q: Tensor, projected: Tensor, rank: int, share: float = 0.5) -> tuple[
 
 
 def split_product(b: Tensor, a: Tensor, share: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Return :func:`split` of the product ``B A`` itself; nothing is lost."""
-    q, core = torch.linalg.qr(b.double())
-    return split(q, a.double().T @ core.T, b.shape[1], share)
+    """Return :func:`split` of the product ``B A`` itself; nothing is lost.
+
+    With ``share=1`` the new A is an orthonormal basis of the old one's rows whatever B is, also where it is zero.
+    """
+    left, upper = torch.linalg.qr(b.double())
+    right, lower = torch.linalg.qr(a.double().T)
+    # B A = left (upper lower^T) right^T: the SVD is of r x r numbers, and stays within A's own rows.
+    identity = torch.eye(left.shape[1], dtype=torch.float64, device=b.device)
+    inner_b, inner_a, values = split(identity, lower @ upper.T, b.shape[1], share)
+    return left @ inner_b, inner_a @ right.T, values
 
 
 def factorise(matrix: Tensor) -> tuple[Tensor, Tensor]:
