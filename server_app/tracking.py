@@ -209,6 +209,7 @@ def round_values(record: Mapping[str, Any]) -> dict[str, float]:
         "round/void": int(bool(record.get("void"))),
         **{f"eval/{key}": value for key, value in (record.get("eval") or {}).items()},
         **_client_values(record.get("eval_clients")),
+        **{f"method/{key}": value for key, value in (record.get("method") or {}).items()},
     }
     return dict(_numbers(values))
 

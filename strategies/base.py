@@ -19,7 +19,7 @@ from privet.config import Config, parse
 from privet.corrections import Correction
 from privet.errors import ConfigError
 from privet.trainables import Factors, Trainables
-from privet.wire import Arrays, Payload
+from privet.wire import Arrays, Payload, check_arrays
 from strategies.merging import Merger, WeightedMean
 from strategies.rounds import RoundStrategy, check_payload
 
@@ -176,6 +176,10 @@ class LoraStrategy(RoundStrategy):
         """Numbers and bytes of one-off material that one node is sent in the whole run."""
         return 0, 0
 
+    def remarks(self) -> list[str]:
+        """Return what a person should read before a run with these settings, a line each."""
+        return []
+
     # --- what a method states: client half -------------------------------------------------------
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
@@ -188,6 +192,12 @@ class LoraStrategy(RoundStrategy):
     def download_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
         """Return the adapter and head arrays that a valid request carries."""
         return self.exchanged, self.shared_head
+
+    def check_download(self, phase: str, payload: Payload) -> None:
+        """Raise Refusal unless a request carries what it should; one-off material is checked where it is used."""
+        adapter, head = self.download_shapes(phase)
+        check_arrays(payload.adapter, adapter, "adapter")
+        check_arrays(payload.head, head, "head")
 
     def personal(self, received: Payload, memory: Memory) -> Arrays | None:
         """Return the values of the node's own model, for scoring; None where it has none.

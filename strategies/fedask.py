@@ -6,7 +6,8 @@ the node sends ``Z_k = A_k^T (B_k^T Q)``, and the server splits ``Q (mean Z)^T``
 ``B_k A_k`` as far as Q covers it, into new factors by an SVD cut to the rank.
 
 Under DP only B trains, so the mean product has at most the rank r: it is aggregated exactly, with any
-oversampling. Without DP both factors train, and what lies beyond rank r is cut off.
+oversampling. Without DP both factors train, and what lies beyond rank r is cut off; a sketch of r + p columns is
+then narrower than the mean of several products, unless ``sketch=exact`` makes it wide enough for all of them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,23 @@ from torch import Tensor
 from privet.adapters import AdapterSpec, Shapes, TargetModule
 from privet.config import Bounds, Config
 from privet.errors import ConfigError, Refusal
-from privet.lowrank import basis, checksum, omega, project, sketch, split, split_product, tail, vanished
+from privet.lowrank import (
+    basis,
+    checksum,
+    narrow_basis,
+    omega,
+    project,
+    sketch,
+    split,
+    split_product,
+    tail,
+    vanished,
+)
 from privet.trainables import Factors
-from privet.wire import Arrays, Payload
+from privet.wire import Arrays, Payload, check_arrays
 from strategies.base import LoraStrategy, Session
 from strategies.merging import KeptMean, Merger, WeightedMean
+from strategies.rounds import check_payload
 
 _CHECKSUM = "omega"
 
@@ -41,8 +54,12 @@ class FedASKParams:
         full weight, dl/dW, with noise ``N(0, sigma^2 C^2)`` on dl/dW too (the paper). Same epsilon.
     transport : {"sketch", "factor"}
         ``factor``, under DP only: nodes send B_k itself in one phase, which with a common A comes to the same.
+    sketch : {"fixed", "exact"}
+        ``exact``, without DP only: a sketch is wide enough for the products of all nodes of a round, K' r + p
+        columns, and the basis is cut to the rank that the replies turn out to have. The aggregate is then the best
+        approximation of rank r of the mean product. ``fixed``: r + p columns.
     sketch_oversampling : int
-        p; a sketch has r + p columns.
+        p.
     omega : {"fresh", "fixed"}
         A new Omega every round, or one for the whole run.
     sigma_split : float
@@ -54,6 +71,7 @@ class FedASKParams:
 
     clip: Literal["B", "W"]
     transport: Literal["sketch", "factor"]
+    sketch: Literal["fixed", "exact"]
     sketch_oversampling: Annotated[int, Bounds(ge=0)]
     omega: Literal["fresh", "fixed"]
     sigma_split: Annotated[float, Bounds(ge=0)]
@@ -83,9 +101,14 @@ class FedASK(LoraStrategy):
             value = getattr(self.params, name)
             if value != neutral and not self.private:
                 raise ConfigError(f"method.{name} = {value} is not allowed with privacy=none: {neutral}")
+        if self.params.sketch == "exact" and self.private:
+            raise ConfigError(
+                "method.sketch = exact is not allowed with privacy=dp: a common A makes every width exact"
+            )
         sketches = self.params.transport == "sketch"
         self.phases = ("sketch", "project") if sketches else ("train",)
         self.dropout = self.params.stage2_dropout
+        self._ranks: dict[str, int] = {}  # columns of each basis of this round
         self._drawn: tuple[int, dict[str, Tensor]] = (-1, {})  # the last Omegas and their round
 
     @property
@@ -126,6 +149,13 @@ class FedASK(LoraStrategy):
             return self.spec.b, self.shared_head
         return {_y(t): (t.out, self._width(t)) for t in targets}, self.shared_head
 
+    def check_upload(self, phase: str, payload: Payload) -> None:
+        """Accept a projection on the basis that was sent, however narrow."""
+        adapter, head = self.upload_shapes(phase)
+        if phase == "project":
+            adapter = {_z(t): (t.inp, self._ranks[t.name]) for t in self.spec.targets}
+        check_payload(payload, adapter, head)
+
     def merger(self, phase: str, state: Arrays) -> Merger:
         """Sketches are kept until the round is closed, for a basis without a node that drops out."""
         return KeptMean() if phase == "sketch" else WeightedMean()
@@ -134,7 +164,11 @@ class FedASK(LoraStrategy):
         """Make the basis of the mean sketch, or new factors of the mean product."""
         state = {**state, **merged.head}
         if phase == "sketch":
-            return {**state, **{_q(t): basis(merged.adapter[_y(t)]).float() for t in self.spec.targets}}
+            find = narrow_basis if self.params.sketch == "exact" else basis
+            bases = {_q(t): find(merged.adapter[_y(t)]).float() for t in self.spec.targets}
+            self._ranks = {t.name: bases[_q(t)].shape[1] for t in self.spec.targets}
+            self.figure(basis_columns=max(self._ranks.values()))
+            return {**state, **bases}
         share, losses = self.params.sigma_split, {}
         for t in self.spec.targets:
             if phase == "train":
@@ -150,6 +184,7 @@ class FedASK(LoraStrategy):
             losses[t.name] = values
             state |= {t.b: b.float(), t.a: a.float()}
         lost = tail(losses, self.spec.rank)
+        self.figure(truncation=lost)
         if lost > 1e-6:
             text = f"round {self.round_number}: rank {self.spec.rank} cuts off {100 * lost:.2g} % of the mean product"
             self.run.recorder.event("note", text=text)
@@ -170,6 +205,18 @@ class FedASK(LoraStrategy):
         return f"accepted without {phase} of a node: the basis misses about {100 * share:.2g} % of the mean product"
 
     # --- client half -----------------------------------------------------------------------------
+
+    def check_download(self, phase: str, payload: Payload) -> None:
+        """With ``sketch=exact`` accept any basis up to the sketch's own width."""
+        if phase != "project" or self.params.sketch == "fixed":
+            return super().check_download(phase, payload)
+        adapter = dict(self.download_shapes(phase)[0])
+        for name, (rows, width) in adapter.items():
+            sent = payload.adapter.get(name)
+            if sent is not None and sent.dim() == 2:
+                adapter[name] = (rows, min(max(1, sent.shape[1]), width))
+        check_arrays(payload.adapter, adapter, "adapter")
+        check_arrays(payload.head, {}, "head")
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Train and send a sketch (or B); in the second phase project what was kept."""
@@ -207,7 +254,9 @@ class FedASK(LoraStrategy):
 
     def _width(self, target: TargetModule) -> int:
         """s: columns of a sketch of this module."""
-        return min(self.spec.rank + int(self.params.sketch_oversampling), target.out, target.inp)
+        products = self.config.federation.sample_size if self.params.sketch == "exact" else 1
+        columns = products * self.spec.rank + int(self.params.sketch_oversampling)
+        return min(columns, target.out, target.inp)
 
     def _omegas(self, round_number: int) -> dict[str, Tensor]:
         number = round_number if self.params.omega == "fresh" else 0

@@ -121,6 +121,7 @@ class RoundStrategy(Strategy):
         self._met: set[str] = set()
         self._informed: set[tuple[str, str]] = set()
         self._acknowledged: dict[str, int] = {}
+        self._figures: dict[str, float] = {}
 
     # --- hooks -----------------------------------------------------------------------------------
 
@@ -155,6 +156,13 @@ class RoundStrategy(Strategy):
     def accepted_loss(self, phase: str, state: Arrays, earlier: KeptMean, left: Sequence[str]) -> str:
         """Return a line on what is lost where ``dropout`` is accept and nodes fell out before `phase`."""
         return ""
+
+    def figure(self, **numbers: float) -> None:
+        """Put a method's own numbers on the record of the running round; a later one of a name replaces it.
+
+        They are public by nature: a method on the server has nothing but what it was sent.
+        """
+        self._figures |= {name: float(value) for name, value in numbers.items()}
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -265,6 +273,7 @@ class RoundStrategy(Strategy):
         self, grid: Grid, plan: Round, state: Arrays, timeout: float
     ) -> tuple[Arrays | None, list[Exchange], Traffic]:
         """Run all phases of a round; the state is None where the round is void."""
+        self._figures = {}
         nodes: Sequence[str] = plan.nodes
         exchanges: list[Exchange] = []
         traffic = Traffic()
@@ -491,6 +500,7 @@ class RoundStrategy(Strategy):
             "grad_norm": _mean([(norm, n) for _, norm, n in shown]),
             "eval": None,
             "eval_clients": None,
+            "method": {name: _finite(value) for name, value in sorted(self._figures.items())},
             **{
                 f"{way}_{what}": traffic.total(way, what)
                 for way in ("upload", "download")

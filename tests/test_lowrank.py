@@ -11,6 +11,7 @@ from privet.lowrank import (
     basis,
     checksum,
     factorise,
+    narrow_basis,
     omega,
     project,
     sketch,
@@ -48,6 +49,21 @@ def two_phases(
     q = basis(sum(sketch(b, a, test) for b, a in first) / len(first))
     z = sum(project(b, a, q) for b, a in clients) / len(clients)
     return split(q, z, rank)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_a_narrow_basis_has_the_rank_of_what_was_sketched(rank: int) -> None:
+    """Also with the rounding of messages: float32 sketches of a product over many magnitudes."""
+    generator = torch.Generator().manual_seed(rank)
+    left, right = (torch.linalg.qr(torch.randn(n, rank, generator=generator).double()).Q for n in (M, N))
+    values = torch.logspace(0, -4, rank, dtype=torch.float64)
+    dense = 1e-3 * (left * values) @ right.T
+    sketched = (dense @ omega(7, 1, "module", N, 12)).float()
+    q = narrow_basis(sketched)
+    assert q.shape == (M, rank)
+    assert relative(q @ (q.T @ dense), dense) < 1e-5
+    torch.testing.assert_close(q.T @ q, torch.eye(rank, dtype=torch.float64))
+    assert narrow_basis(torch.zeros(M, 5)).shape == (M, 1)
 
 
 def mean_product(clients: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -21,7 +21,7 @@ from privet.adapters import adapter_spec, initial_tensors, load_model, load_toke
 from privet.config import compose
 from privet.data.collate import tokenise
 from privet.data.partition import client_examples
-from privet.errors import ConfigError
+from privet.errors import ConfigError, Refusal
 from privet.privacy.ledger import Ledger
 from privet.privacy.rng import make_randomness
 from privet.wire import Arrays, Payload, pack_request, unpack_failure, unpack_request
@@ -141,6 +141,67 @@ def test_rounds_without_dp_train_both_and_cut_to_the_rank() -> None:
     assert any("rank 4 cuts off" in n for n in method.run.notes)  # type: ignore[attr-defined]
 
 
+def best_of_rank(dense: Tensor, rank: int) -> tuple[Tensor, float]:
+    """The best approximation of that rank, and the share of the norm that it lacks."""
+    u, s, vh = torch.linalg.svd(dense)
+    return (u[:, :rank] * s[:rank]) @ vh[:rank], float(s[rank:].norm() / s.norm())
+
+
+@pytest.mark.parametrize("replies", [1, 2, 5])
+def test_an_exact_sketch_gives_the_best_rank_r_of_the_mean_product(replies: int) -> None:
+    """Eckart-Young against a dense SVD, whatever the number of replies; rank 2 in 32 x 32 leaves room for 5."""
+    exact = ["privacy=none", "model.lora.rank=2", "federation.clients=5", "method.sketch=exact"]
+    method = fedask(*exact)
+    trained = random_factors(method, replies)
+    widths: list[int] = []
+    original = method.download
+
+    def look(phase: str, state: Arrays, once: bool) -> Payload:
+        sent = original(phase, state, once)
+        method.check_download(phase, sent)
+        if phase == "project":
+            widths.extend(v.shape[1] for v in sent.adapter.values())
+        return sent
+
+    method.download = look  # type: ignore[method-assign]
+    after = one_round(method, start(method), trained)
+    assert set(widths) == {2 * replies}  # the rank of the mean product, not the 5 * 2 + 4 of the sketch
+    lost = total = 0.0
+    for target in method.spec.targets:
+        dense = sum(product(t, target) for t in trained) / replies
+        best, share = best_of_rank(dense, 2)
+        assert relative(product(after, target), best) < 1e-5
+        lost, total = lost + (share * float(dense.norm())) ** 2, total + float(dense.square().sum())
+    assert method._figures["basis_columns"] == 2 * replies
+    assert method._figures["truncation"] == pytest.approx((lost / total) ** 0.5, abs=1e-6)
+    fixed = fedask(*exact, "method.sketch=fixed")
+    state = one_round(fixed, start(fixed), trained)
+    errors = [
+        relative(product(state, t), best_of_rank(sum(product(f, t) for f in trained) / replies, 2)[0])
+        for t in fixed.spec.targets
+    ]
+    assert (max(errors) > 0.05) == (replies == 5)  # 2 + 4 columns do not hold ten dimensions
+
+
+def test_a_basis_that_is_too_wide_or_a_projection_on_another_is_refused() -> None:
+    method = fedask(
+        "privacy=none", "federation.clients=2", "method.sketch=exact", "method.sketch_oversampling=0"
+    )
+    good = {f"{t.name}.basis": torch.zeros(t.out, 3) for t in method.spec.targets}
+    method.check_download("project", Payload(good))
+    first = next(iter(good))
+    for wrong in (torch.zeros(32, 9), torch.zeros(32, 0), torch.zeros(31, 3), torch.zeros(96)):
+        with pytest.raises(Refusal):
+            method.check_download("project", Payload({**good, first: wrong}))
+    with pytest.raises(Refusal):
+        method.check_download("project", Payload({}))
+    one_round(method, start(method), random_factors(method, 2))  # both of rank 4
+    reply = {f"{t.name}.projection": torch.zeros(t.inp, 8) for t in method.spec.targets}
+    method.check_upload("project", Payload(reply))
+    with pytest.raises(Refusal):
+        method.check_upload("project", Payload({n: v[:, :7] for n, v in reply.items()}))
+
+
 def test_only_b_trains_under_dp_and_both_without() -> None:
     for method, names in ((fedask(), "b"), (fedask("privacy=none"), "lora")):
         session = StubSession(method, {}, 1)
@@ -186,6 +247,7 @@ def test_omega_changes_with_the_round_unless_it_is_fixed() -> None:
     [
         (["privacy=none", "method.transport=factor"], "method.transport = factor"),
         (["privacy=none", "method.clip=W"], "method.clip = W"),
+        (["method.sketch=exact"], "method.sketch = exact is not allowed with privacy=dp"),
         (["method.sketch_oversampling=-1"], "at least 0"),
         (["method.sigma_split=1.5"], "method.sigma_split = 1.5"),
         (["method.stage2_dropout=retry"], "method.stage2_dropout = retry"),
@@ -284,7 +346,14 @@ def expect_mean_of(outcome: Outcome, nodes: list[str], *, rank: int = 4) -> floa
 EVERYONE = ["client-0", "client-1", "client-2"]
 
 
-@pytest.mark.parametrize("privacy", [[], ["privacy=none", "method.sketch_oversampling=28"]])
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        [],
+        ["privacy=none", "method.sketch_oversampling=28"],
+        ["privacy=none", "method.sketch=exact", "train.optimizer=adamw", "train.lr=0.02"],
+    ],
+)
 def test_a_real_run_ends_in_the_mean_product(run: Run, privacy: list[str]) -> None:
     outcome = run("method=fedask", *privacy)
     if outcome.error:
@@ -292,6 +361,12 @@ def test_a_real_run_ends_in_the_mean_product(run: Run, privacy: list[str]) -> No
     assert [p["name"] for p in outcome.rounds[0]["phases"]] == ["sketch", "project"]
     assert [p["replied"] for p in outcome.rounds[0]["phases"]] == [3, 3]
     assert expect_mean_of(outcome, EVERYONE) < 1e-5
+    for record in outcome.rounds:
+        assert set(record["method"]) == {"basis_columns", "truncation"}
+        assert record["method"]["truncation"] < 1e-6 or privacy  # a common A: rank 4 is all there is
+    if "method.sketch=exact" in privacy:
+        assert 4 < outcome.rounds[-1]["method"]["basis_columns"] <= 12 < 3 * 4 + 4
+        assert outcome.rounds[-1]["method"]["truncation"] > 1e-4
     for node in outcome.json("privacy.json")["nodes"]:
         assert [e["phase"] for e in node["entries"]] == (["sketch"] * 2 if not privacy else [])
     assert outcome.json("summary.json")["status"] == "completed"
