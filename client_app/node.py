@@ -26,7 +26,7 @@ from client_app.scoring import refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
-from privet.config import Config
+from privet.config import Config, PrivacyConfig
 from privet.corrections import Correction
 from privet.data.collate import tokenise
 from privet.data.holdout import split_holdout
@@ -70,9 +70,8 @@ def answer_describe(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         node = NodeConfig.read(raw_node_config)
         name = node.name
         request = unpack_request(content)
-        config = _checked_config(node, request)
-        refuse_unsafe(node, config)
-        examples, _ = split_holdout(config, node.examples(config, tell=True))
+        config = _checked_config(request)
+        examples, _ = split_holdout(config, node.examples(config))
         return pack_description(
             Description(
                 node=node.name,
@@ -98,7 +97,7 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
         node = NodeConfig.read(raw_node_config)
         name = node.name
         request = _own_request(node, content)
-        config = _checked_config(node, request)
+        config = _checked_config(request)
         with NodeStore(node.root(request.store), node.name) as store:
             known = store.load_reply(request.fingerprint)
             if known is None:
@@ -121,8 +120,8 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         request = _own_request(node, content)
         if request.phase != EVALUATE:
             raise Refusal("phase", "this is no request for scores")
-        config = _checked_config(node, request)
-        refuse_unsafe(node, config)
+        config = _checked_config(request)
+        refuse_unsafe(node, config.privacy)
         with NodeStore(node.root(request.store), node.name) as store:
             refuse_foreign_run(store, request)
             return pack_scores(score_models(node, request, config, store))
@@ -150,28 +149,17 @@ def _own_request(node: NodeConfig, content: RecordDict) -> Request:
     return request
 
 
-def _checked_config(node: NodeConfig, request: Request) -> Config:
-    """Return the configuration of a request whose hashes hold, as this node carries it out."""
-    if node.code_hash is not None and not code_hash().startswith(node.code_hash):
-        raise Refusal("code-pin", "this node's owner allows other code only (code-hash)")
+def _checked_config(request: Request) -> Config:
+    """Return the configuration of a request whose hashes hold."""
     if request.code_hash != code_hash():
         raise Refusal("code-hash", "this node runs other code than the server")
     if hashlib.sha256(request.config.encode()).hexdigest() != request.config_hash:
         raise Refusal("config-hash", "the configuration does not have the announced hash")
-    return node.adapt(Config.from_json(request.config))
+    return Config.from_json(request.config)
 
 
-def _methods_of(config: Config) -> set[str]:
-    """Return the method by its name, a word of the server's, and by the file of its class, which is what runs."""
-    cls = type(load_method(config, adapter_spec(config)))
-    return {config.method.name, cls.__module__.rpartition(".")[2]}
-
-
-def refuse_unsafe(node: NodeConfig, config: Config) -> None:
+def refuse_unsafe(node: NodeConfig, privacy: PrivacyConfig) -> None:
     """Refuse what this node's owner has not allowed, whatever the server asks."""
-    privacy = config.privacy
-    if node.methods is not None and not _methods_of(config) <= set(node.methods):
-        raise Refusal("method", f"this node takes part in {', '.join(node.methods)} only (methods)")
     if not privacy.private and not node.allow_non_private:
         raise Refusal("not-private", "this node trains with privacy=dp only (allow-non-private is not set)")
     capped = node.max_epsilon is not None
@@ -181,12 +169,6 @@ def refuse_unsafe(node: NodeConfig, config: Config) -> None:
         raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
     if node.max_delta is not None and privacy.delta is not None and privacy.delta > node.max_delta:
         raise Refusal("delta", f"privacy.delta = {privacy.delta:g} is above this node's {node.max_delta:g}")
-    if node.max_epsilon is not None and privacy.epsilon is not None and privacy.epsilon > node.max_epsilon:
-        raise Refusal(
-            "epsilon", f"privacy.epsilon = {privacy.epsilon:g} is above this node's max-epsilon {node.max_epsilon:g}"
-        )
-    if node.min_clip is not None and privacy.clip is not None and privacy.clip < node.min_clip:
-        raise Refusal("clip", f"privacy.clip = {privacy.clip:g} is below this node's min-clip {node.min_clip:g}")
 
 
 class _Phase:
@@ -212,7 +194,7 @@ class _Phase:
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Check, charge, train, store; return what :func:`_reply_from` reads."""
         request, config = self._request, self._config
-        refuse_unsafe(self._node, config)
+        refuse_unsafe(self._node, config.privacy)
         method = load_method(config, adapter_spec(config))
         if request.phase not in (*method.phases, *(method.warmup_phases if method.warmup_rounds else ())):
             raise Refusal("phase", "the method has no such phase")

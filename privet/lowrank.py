@@ -83,20 +83,6 @@ def narrow_basis(sketched: Tensor) -> Tensor:
     return u[:, : max(1, int((values > floor).sum()))]
 
 
-def narrow_basis(sketched: Tensor) -> Tensor:
-    """Return an orthonormal basis Q (m x k) of what a sketch (m x s) holds beyond rounding, in float64.
-
-    k is the numerical rank, at least 1: singular values that the rounding of (m x s) numbers to float32 can give
-    do not count. What cancels out between nodes may leave more rounding than that; Q is then wider than it need be.
-    """
-    u, values, _ = torch.linalg.svd(sketched.double(), full_matrices=False)
-    m, s = sketched.shape
-    # A matrix of independent errors of deviation e has the norm e (sqrt m + sqrt s) at the most, nearly surely.
-    size = float(values.norm()) / (m * s) ** 0.5
-    floor = torch.finfo(torch.float32).eps / 2 * size * (m**0.5 + s**0.5)
-    return u[:, : max(1, int((values > floor).sum()))]
-
-
 def project(b: Tensor, a: Tensor, q: Tensor) -> Tensor:
     """Return ``A^T (B^T Q)`` (n x s) for B (m x r), A (r x n) and Q (m x s), in float64."""
     return a.double().T @ (b.double().T @ q.double())
