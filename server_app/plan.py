@@ -108,7 +108,8 @@ def make_plan(config: Config) -> RunPlan:
         )  # one table was read just now; with a file each, nothing has looked at the test set
     schedule, nodes = plan_rounds(config, method, {n: r for n, r in rows.items() if r > 0})
     notes += [f"{n} has no rows and takes no part" for n, r in rows.items() if r < 1]
-    return RunPlan(config, spec, method, schedule, nodes, notes + warnings(config, nodes))
+    notes += [*warnings(config, nodes), *method.remarks()]
+    return RunPlan(config, spec, method, schedule, nodes, notes)
 
 
 def plan_rounds(

@@ -162,7 +162,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Resu
         saved = SavedRun(run_id, config.hash, code_hash(), rounds, nodes, absent)
         saved.save(directory.path)
     schedule, plans = saved.schedule, saved.nodes
-    for text in warnings(config, plans):
+    for text in [*warnings(config, plans), *method.remarks()]:
         directory.event("note", text=text)
     directory.event("plan", **plan_event(config, method, plans))
     spending = Spending(config.privacy)
