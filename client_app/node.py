@@ -37,6 +37,7 @@ from privet.plan import required_sigma
 from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
 from privet.privacy.sampling import sampling_rate
+from privet.quantise import encode
 from privet.seeding import child_seed
 from privet.trainables import Trainables
 from privet.wire import (
@@ -394,6 +395,8 @@ class _Phase:
             "grad_norm": _finite(seen.grad_norm) if seen and open_run else None,
             "kept": self._kept.pending(),
         }
+        if self._config.federation.upload == "int8":
+            payload = encode(payload)
         tensors = {"adapter": payload.adapter, "head": payload.head, "once": payload.once}
         if seen is not None or values["kept"]["files"]:
             # What did not train is worked out again as well; storing it would push out a reply that was paid for.

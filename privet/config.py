@@ -134,6 +134,7 @@ class FederationConfig:
     min_replies: Annotated[int, Bounds(ge=1)]
     timeout: Annotated[float, Bounds(gt=0)]
     weighting: Literal["auto", "uniform", "samples"]
+    upload: Literal["float32", "int8"]
     cpus_per_client: Annotated[int, Bounds(ge=1)]
     gpus_per_client: Annotated[float, Bounds(ge=0)]
     partition: PartitionConfig

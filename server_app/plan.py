@@ -15,6 +15,7 @@ from privet.data.partition import declared_rows
 from privet.data.tasks import CLIENT, load_test
 from privet.devices import pick_device, resources_warning
 from privet.plan import NodePlan, plan_nodes, warnings
+from privet.quantise import coded_bytes
 from privet.schedule import Schedule, draw_schedule
 from server_app.tracking import check_tracking
 from strategies.base import LoraStrategy, load_method
@@ -68,7 +69,7 @@ class RunPlan:
             "per_round": {
                 "upload_numbers": up,
                 "download_numbers": down,
-                "upload_bytes": up * BYTES,
+                "upload_bytes": upload_bytes(method),
                 "download_bytes": down * BYTES,
                 "head_numbers": head,
                 "head_bytes": head * BYTES,
@@ -132,6 +133,14 @@ def round_numbers(method: LoraStrategy) -> tuple[int, int]:
     up = sum(count(method.upload_shapes(p)[0]) for p in method.phases)
     down = sum(count(method.download_shapes(p)[0]) for p in method.phases)
     return up, down
+
+
+def upload_bytes(method: LoraStrategy) -> int:
+    """Adapter bytes that one client sends in a training round, over all phases."""
+    shapes = [method.upload_shapes(p)[0] for p in method.phases]
+    if method.config.federation.upload == "int8":
+        return sum(coded_bytes(s) for s in shapes)
+    return sum(BYTES * count(s) for s in shapes)
 
 
 def warmup_numbers(method: LoraStrategy) -> dict[str, int]:

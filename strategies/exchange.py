@@ -97,6 +97,8 @@ class Exchange:
     ----------
     shown : list of (float, float, int)
         Train loss, gradient norm and rows of each reply; the first two NaN under DP.
+    rounding : list of float
+        For each reply in 8 bits, the bound on its relative error.
     """
 
     phase: str
@@ -106,6 +108,7 @@ class Exchange:
     flags: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
     shown: list[tuple[float, float, int]] = field(default_factory=list)
+    rounding: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         """Return the entry for ``rounds.jsonl``."""

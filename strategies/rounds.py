@@ -7,6 +7,7 @@ own loop sends one message a round and cannot resume; everything else here is Fl
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -26,6 +27,7 @@ from privet.errors import Refusal
 from privet.plan import NodePlan
 from privet.privacy.accounting import Step
 from privet.privacy.spending import Spending
+from privet.quantise import Decoded, decode
 from privet.schedule import Round, Schedule
 from privet.wire import (
     Arrays,
@@ -364,6 +366,8 @@ class RoundStrategy(Strategy):
     def _take(self, exchange: Exchange, merger: Merger, asked: Request, reply: Reply) -> None:
         """Merge a valid reply."""
         exchange.replied.append(asked.node)
+        if isinstance(reply.payload, Decoded):
+            exchange.rounding.append(reply.payload.error)
         exchange.shown.append((reply.train_loss, reply.grad_norm, reply.examples))
         if reply.flags:
             exchange.flags[asked.node] = sorted(reply.flags)
@@ -395,7 +399,14 @@ class RoundStrategy(Strategy):
 
     def _judge(self, request: Request, message: Message) -> Reply | Failed:
         """Return the reply, or why it is refused (design section 3)."""
-        return _judged(request, message, unpack_reply, self._check_reply)
+        return _judged(request, message, self._unpack, self._check_reply)
+
+    def _unpack(self, content: RecordDict) -> Reply:
+        """Read a reply, and its arrays where they came in 8 bits."""
+        reply = unpack_reply(content)
+        if self.config.federation.upload == "int8":
+            reply = dataclasses.replace(reply, payload=decode(reply.payload))
+        return reply
 
     def _check_reply(self, request: Request, reply: Reply) -> None:
         """Raise Refusal unless the reply is what the plan and the method expect."""
@@ -493,6 +504,7 @@ class RoundStrategy(Strategy):
         """Return the round's line, still without a score."""
         trained = [e for e in exchanges if self.releases.get(e.phase) == "dp-sgd"]
         shown = trained[-1].shown if trained else []
+        rounding = [error for e in exchanges for error in e.rounding]
         return {
             "round": plan.number,
             "phases": [e.summary() for e in exchanges],
@@ -500,6 +512,7 @@ class RoundStrategy(Strategy):
             "grad_norm": _mean([(norm, n) for _, norm, n in shown]),
             "eval": None,
             "eval_clients": None,
+            "upload_error_bound": _finite(statistics.fmean(rounding)) if rounding else None,
             "method": {name: _finite(value) for name, value in sorted(self._figures.items())},
             **{
                 f"{way}_{what}": traffic.total(way, what)
