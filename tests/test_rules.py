@@ -1,8 +1,9 @@
 """The privacy rules that show only in a whole run; the others stand with the part that keeps them.
 
-Rule 1, 2, 8: tests/privacy/test_engine.py, tests/client_app/test_trainer.py. Rule 3, 4, 5: test_trainer.py.
-Rule 6: tests/privacy/test_rng.py, tests/client_app/test_node.py. Rule 9, 10: test_node.py,
-tests/privacy/test_ledger.py. Rule 12: tests/strategies/test_methods.py.
+Rule 1, 2, 8: tests/test_losses.py, tests/privacy/test_engine.py, test_families.py and test_unsupported.py,
+tests/client_app/test_trainer.py. Rule 3, 4, 5: test_trainer.py. Rule 6: tests/privacy/test_rng.py and
+test_noise.py, tests/client_app/test_node.py. Rule 9, 10: test_node.py, tests/privacy/test_ledger.py.
+Rule 12: tests/strategies/test_methods.py.
 """
 
 from __future__ import annotations
