@@ -14,7 +14,6 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from client_app.scoring import refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
-from privet.config import Config, PrivacyConfig
+from privet.config import Config
 from privet.corrections import Correction
 from privet.data.collate import tokenise
 from privet.data.holdout import split_holdout
@@ -40,6 +39,8 @@ from privet.privacy.sampling import sampling_rate
 from privet.quantise import encode
 from privet.seeding import child_seed
 from privet.trainables import Trainables
+from privet.versions import installed
+from privet.weights import base_weights
 from privet.wire import (
     Arrays,
     Description,
@@ -71,14 +72,16 @@ def answer_describe(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         node = NodeConfig.read(raw_node_config)
         name = node.name
         request = unpack_request(content)
-        config = _checked_config(request)
-        examples, _ = split_holdout(config, node.examples(config))
+        config = _checked_config(node, request)
+        refuse_unsafe(node, config)
+        examples, _ = split_holdout(config, node.examples(config, tell=True))
         return pack_description(
             Description(
                 node=node.name,
                 examples=node.declared(len(examples)),
                 code_hash=code_hash(),
-                versions={p: version(p) for p in ("flwr", "torch", "transformers", "peft", "opacus")},
+                versions=installed(),
+                weights=base_weights(config, fetch=True) or "",
             )
         )
     except PrivetError as error:
@@ -98,7 +101,7 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
         node = NodeConfig.read(raw_node_config)
         name = node.name
         request = _own_request(node, content)
-        config = _checked_config(request)
+        config = _checked_config(node, request)
         with NodeStore(node.root(request.store), node.name) as store:
             known = store.load_reply(request.fingerprint)
             if known is None:
@@ -121,8 +124,8 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         request = _own_request(node, content)
         if request.phase != EVALUATE:
             raise Refusal("phase", "this is no request for scores")
-        config = _checked_config(request)
-        refuse_unsafe(node, config.privacy)
+        config = _checked_config(node, request)
+        refuse_unsafe(node, config)
         with NodeStore(node.root(request.store), node.name) as store:
             refuse_foreign_run(store, request)
             return pack_scores(score_models(node, request, config, store))
@@ -150,17 +153,28 @@ def _own_request(node: NodeConfig, content: RecordDict) -> Request:
     return request
 
 
-def _checked_config(request: Request) -> Config:
-    """Return the configuration of a request whose hashes hold."""
+def _checked_config(node: NodeConfig, request: Request) -> Config:
+    """Return the configuration of a request whose hashes hold, as this node carries it out."""
+    if node.code_hash is not None and not code_hash().startswith(node.code_hash):
+        raise Refusal("code-pin", "this node's owner allows other code only (code-hash)")
     if request.code_hash != code_hash():
         raise Refusal("code-hash", "this node runs other code than the server")
     if hashlib.sha256(request.config.encode()).hexdigest() != request.config_hash:
         raise Refusal("config-hash", "the configuration does not have the announced hash")
-    return Config.from_json(request.config)
+    return node.adapt(Config.from_json(request.config))
 
 
-def refuse_unsafe(node: NodeConfig, privacy: PrivacyConfig) -> None:
+def _methods_of(config: Config) -> set[str]:
+    """Return the method by its name, a word of the server's, and by the file of its class, which is what runs."""
+    cls = type(load_method(config, adapter_spec(config)))
+    return {config.method.name, cls.__module__.rpartition(".")[2]}
+
+
+def refuse_unsafe(node: NodeConfig, config: Config) -> None:
     """Refuse what this node's owner has not allowed, whatever the server asks."""
+    privacy = config.privacy
+    if node.methods is not None and not _methods_of(config) <= set(node.methods):
+        raise Refusal("method", f"this node takes part in {', '.join(node.methods)} only (methods)")
     if not privacy.private and not node.allow_non_private:
         raise Refusal("not-private", "this node trains with privacy=dp only (allow-non-private is not set)")
     capped = node.max_epsilon is not None
@@ -170,6 +184,23 @@ def refuse_unsafe(node: NodeConfig, privacy: PrivacyConfig) -> None:
         raise Refusal("diagnostics", "privacy.diagnostics=true is for simulations: it is not private")
     if node.max_delta is not None and privacy.delta is not None and privacy.delta > node.max_delta:
         raise Refusal("delta", f"privacy.delta = {privacy.delta:g} is above this node's {node.max_delta:g}")
+    if node.max_epsilon is not None and privacy.epsilon is not None and privacy.epsilon > node.max_epsilon:
+        raise Refusal(
+            "epsilon",
+            f"privacy.epsilon = {privacy.epsilon:g} is above this node's max-epsilon {node.max_epsilon:g}",
+        )
+    if node.min_clip is not None and privacy.clip is not None and privacy.clip < node.min_clip:
+        raise Refusal(
+            "clip", f"privacy.clip = {privacy.clip:g} is below this node's min-clip {node.min_clip:g}"
+        )
+
+
+def refuse_raw(node: NodeConfig) -> None:
+    """Refuse a run that calls itself private and yet trains on rows as they are, unless the owner allows that."""
+    if not node.simulated and (not node.allow_non_private or node.max_epsilon is not None):
+        raise Refusal(
+            "not-private", "the method trains a phase without noise, which this node does not allow"
+        )
 
 
 class _Phase:
@@ -195,14 +226,17 @@ class _Phase:
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Check, charge, train, store; return what :func:`_reply_from` reads."""
         request, config = self._request, self._config
-        refuse_unsafe(self._node, config.privacy)
+        refuse_unsafe(self._node, config)
         method = load_method(config, adapter_spec(config))
         if request.phase not in (*method.phases, *(method.warmup_phases if method.warmup_rounds else ())):
             raise Refusal("phase", "the method has no such phase")
         method.check_download(request.phase, request.payload)
         examples, _ = split_holdout(config, self._node.examples(config))
         declared = self._node.declared(len(examples))
-        if declared < 1 or (len(examples) < 1 and not config.privacy.private):
+        self._raw = not config.privacy.private or request.phase in method.raw_phases
+        if config.privacy.private and method.raw_phases:
+            refuse_raw(self._node)
+        if declared < 1 or (len(examples) < 1 and self._raw):
             # Under DP a node without usable rows trains on empty draws: that it has none is private.
             raise Refusal("zero-rows", "this node has no rows")
         self._freeze(snapshot(examples), declared)
@@ -246,15 +280,10 @@ class _Phase:
         if self._release != "dp-sgd":
             raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         config = self._config
-        tokenizer = load_tokenizer(config.model)
-        rows = tokenise(tokenizer, self._examples, config.model.max_length)
-        pad_id = int(tokenizer.pad_token_id or 0)
-        trainer = Trainer(self.model, rows, pad_id, config.train, config.privacy)
-        if not config.privacy.private:
-            path = ("batches", self._request.round, self._request.phase, self._node.name)
-            order = child_seed(config.seed, *path)
+        trainer = self._trainer()
+        if self._raw:
             self._diagnostics = trainer.train_plain(
-                trainables, self._steps, order, lr=lr, correction=correction
+                trainables, self._steps, self._order("batches"), lr=lr, correction=correction
             )
             return
         self._charge()
@@ -265,6 +294,12 @@ class _Phase:
         self._diagnostics = trainer.train_private(
             trainables, self._steps, noise, lr=lr, correction=correction
         )
+
+    def moments(self, trainables: Trainables, kind: str) -> Arrays:
+        """Return means of squared per-example gradients, without noise."""
+        if not self._raw:
+            raise Refusal("phase", "this phase is private: squared gradients of single rows do not leave it")
+        return self._trainer().moments(trainables, kind, self._steps, self._order("moments"))
 
     def chance(self, purpose: str) -> float:
         """Return a number from U(0, 1) that the request and this node's secret decide."""
@@ -282,6 +317,18 @@ class _Phase:
     def flag(self, text: str) -> None:
         """Put a public remark on the reply."""
         self._flags.append(text)
+
+    def _trainer(self) -> Trainer:
+        config = self._config
+        tokenizer = load_tokenizer(config.model)
+        rows = tokenise(tokenizer, self._examples, config.model.max_length)
+        return Trainer(self.model, rows, int(tokenizer.pad_token_id or 0), config.train, config.privacy)
+
+    def _order(self, purpose: str) -> int:
+        """Return the seed of batches that need not be secret."""
+        return child_seed(
+            self._config.seed, purpose, self._request.round, self._request.phase, self._node.name
+        )
 
     # --- duties ----------------------------------------------------------------------------------
 

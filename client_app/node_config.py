@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privet.config import Config, unknown
+from privet.config import Config, options, unknown
 from privet.data.partition import client_examples
 from privet.data.tasks import Examples, OwnNames, count_rows, load_node_file
 from privet.errors import ConfigError, Refusal
@@ -25,10 +26,16 @@ _OWN_KEYS = (
     "label-column",
     "labels",
     "store",
+    "retention-days",
     "public-examples",
     "max-epsilon",
     "max-delta",
+    "min-clip",
+    "methods",
     "allow-non-private",
+    "code-hash",
+    "device",
+    "model-path",
 )
 _FLOWER_KEYS = ("partition-id", "num-partitions")
 _TABLE_KEYS = ("text-column", "pair-column", "label-column", "labels")
@@ -64,6 +71,18 @@ class NodeConfig:
     allow_non_private : bool
         Whether the node trains without DP when a run asks for it (``allow-non-private``; default: only in a
         simulation without a cap).
+    min_clip : float or None
+        Smallest ``privacy.clip`` that this node takes part with (``min-clip``).
+    methods : tuple of str or None
+        The methods that this node takes part in (``methods``); None: all.
+    code_hash : str or None
+        Beginning of the one code hash that this node runs (``code-hash``); None: the server's.
+    device : str or None
+        Where this node computes (``device``); it goes before the run's ``train.device``.
+    model_path : str or None
+        Where the base model of every run lies on this node (``model-path``), in place of ``model.path``.
+    retention_days : int or None
+        Days after which what an ended run left in the store is removed (``retention-days``); None: kept.
     """
 
     name: str
@@ -76,6 +95,12 @@ class NodeConfig:
     max_epsilon: float | None
     max_delta: float | None
     allow_non_private: bool
+    min_clip: float | None
+    methods: tuple[str, ...] | None
+    code_hash: str | None
+    device: str | None
+    model_path: str | None
+    retention_days: int | None
 
     @property
     def simulated(self) -> bool:
@@ -120,7 +145,25 @@ class NodeConfig:
             max_delta=_number(raw, "max-delta", below=1.0)
             or (DEFAULT_MAX_DELTA if cap is not None else None),
             allow_non_private=_switch(raw, "allow-non-private", simulated and cap is None),
+            min_clip=_number(raw, "min-clip"),
+            methods=_methods(_text(raw, "methods")),
+            code_hash=_pattern(raw, "code-hash", r"[0-9a-f]{16,64}", "16 to 64 hexadecimal digits"),
+            device=_pattern(raw, "device", r"auto|cpu|cuda(:\d{1,3})?", "auto, cpu, cuda or cuda:N"),
+            model_path=_model_path(_text(raw, "model-path")),
+            retention_days=_count(raw, "retention-days", 1),
         )
+
+    def adapt(self, config: Config) -> Config:
+        """Return a run's configuration as this node carries it out: its own device, its own copy of the model.
+
+        What the run's hash covers stays as it was; whether the copy holds the same weights is for the server to see.
+        """
+        train, model = config.train, config.model
+        if self.device is not None:
+            train = dataclasses.replace(train, device=self.device)
+        if self.model_path is not None and model.path is not None:
+            model = dataclasses.replace(model, path=self.model_path, revision=None)
+        return dataclasses.replace(config, train=train, model=model)
 
     def root(self, request_store: str) -> Path:
         """Folder of this node's store: its own, else below the simulation's run directory."""
@@ -130,10 +173,13 @@ class NodeConfig:
             raise _wrong("the node was started without a store")
         return Path(request_store) / self.name
 
-    def examples(self, config: Config) -> Examples:
-        """Load this node's usable rows; a real node may have none for what the task selects."""
+    def examples(self, config: Config, *, tell: bool = False) -> Examples:
+        """Load this node's usable rows; a real node may have none for what the task selects.
+
+        With `tell`, rows that are left out go to the node's own log, by reason and number.
+        """
         if self.data_path is not None:
-            return load_node_file(config.task, self.data_path, self.own)
+            return load_node_file(config.task, self.data_path, self.own, tell=tell)
         if self.partition is None:
             raise _wrong("the node was started without data: its --node-config needs data-path")
         return client_examples(config, self.partition)
@@ -191,6 +237,32 @@ def _text(raw: Mapping[str, Any], key: str) -> str | None:
     if not str(value).strip():
         raise _wrong(f"{key} is empty")
     return str(value)
+
+
+def _pattern(raw: Mapping[str, Any], key: str, pattern: str, allowed: str) -> str | None:
+    value = _text(raw, key)
+    if value is not None and not re.fullmatch(pattern, value):
+        raise _wrong(f"{key} is not allowed as it is: {allowed}")
+    return value
+
+
+def _methods(text: str | None) -> tuple[str, ...] | None:
+    """Read names of methods between spaces or commas; a name that no method has would refuse every run."""
+    if text is None:
+        return None
+    names = tuple(name for name in re.split(r"[\s,]+", text) if name)
+    known = options("method")
+    if not names or not set(names) <= set(known):
+        raise _wrong(
+            f'methods is not allowed as it is: names such as "fedask fedhsip", of {", ".join(known)}'
+        )
+    return names
+
+
+def _model_path(text: str | None) -> str | None:
+    if text is not None and not text.startswith(("/", "~", "package:")):
+        raise _wrong("model-path must be an absolute path: the model's folder on this machine")
+    return text
 
 
 def _own_names(raw: Mapping[str, Any]) -> OwnNames:

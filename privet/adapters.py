@@ -7,7 +7,6 @@ PEFT holds the factors; names on the wire, in stores and in the exported adapter
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,6 +37,7 @@ from privet.data.sources import resolve_path
 from privet.errors import ConfigError
 from privet.lowrank import factorise
 from privet.seeding import child_generator, child_seed
+from privet.weights import files_digest
 
 transformers_logging.disable_progress_bar()
 
@@ -319,7 +319,9 @@ def model_config(model: ModelConfig, labels: int) -> Any:
             config = AutoConfig.for_model(values.pop("model_type"), **values)
     else:
         with _loading(model.path):
-            config = AutoConfig.from_pretrained(_location(model), revision=model.revision or "main")
+            config = AutoConfig.from_pretrained(
+                _location(model), revision=model.revision or "main", trust_remote_code=False
+            )
     config.num_labels = labels
     return config
 
@@ -447,6 +449,7 @@ def _bare_module(
                 config=transformers_config,
                 dtype=dtype or torch.float32,
                 use_safetensors=True,
+                trust_remote_code=False,
             )
     if task.pooling == "mean":
         return MeanPooledClassifier(backbone, len(task.labels))
@@ -546,14 +549,10 @@ def _check_weights(model: ModelConfig) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.sha256 is set but {model.path} holds no .safetensors file")
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    if not digest.hexdigest().startswith(model.sha256.lower()):
+    digest = files_digest(files)
+    if not digest.startswith(model.sha256.lower()):
         raise ConfigError(
-            f"the weights of model.path = {model.path} have SHA-256 {digest.hexdigest()[:16]}..., "
+            f"the weights of model.path = {model.path} have SHA-256 {digest[:16]}..., "
             f"not model.sha256 = {model.sha256}"
         )
 
@@ -564,7 +563,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if path is None:
         raise ConfigError("model.tokenizer is missing: random weights need a tokenizer")
     with _loading(path):
-        tokenizer = AutoTokenizer.from_pretrained(_place(path), revision=model.revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(
+            _place(path), revision=model.revision or "main", trust_remote_code=False
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)

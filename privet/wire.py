@@ -135,12 +135,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class Description:
-    """A node's public self-description: its name, declared rows and versions."""
+    """A node's public self-description: its name, declared rows, versions and which base weights it has."""
 
     node: str
     examples: int
     code_hash: str
     versions: dict[str, str]
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def pack_description(description: Description) -> RecordDict:
             "node": description.node,
             "examples": description.examples,
             "code_hash": description.code_hash,
+            "weights": description.weights,
             "version_names": names,
             "version_values": values,
         }
@@ -246,6 +248,7 @@ def unpack_description(content: RecordDict) -> Description:
             examples=_typed(record["examples"], int, "examples"),
             code_hash=_typed(record["code_hash"], str, "code_hash"),
             versions=versions,
+            weights=_typed(record["weights"], str, "weights"),
         )
     except (KeyError, TypeError, ValueError):
         raise Refusal("malformed", "the description lacks a field") from None

@@ -30,6 +30,7 @@ from privet.wire import (
     pack_request,
     unpack_description,
 )
+from server_app.agreement import check_base_weights
 from server_app.evaluation import Evaluator
 from server_app.plan import plan_event, plan_rounds
 from server_app.results import RunDirectory
@@ -157,6 +158,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Resu
         raise Refusal(
             "nodes", f"{len(found)} of {needed} needed nodes can take part; {(reasons or ['-'])[0]}"
         )
+    check_base_weights(config, {n: d for n, (_, d) in found.items()})
     if saved is None:
         rounds, nodes = plan_rounds(config, method, {n: d.examples for n, (_, d) in found.items()})
         saved = SavedRun(run_id, config.hash, code_hash(), rounds, nodes, absent)

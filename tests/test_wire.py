@@ -188,7 +188,7 @@ def test_check_arrays(arrays: dict[str, torch.Tensor], kind: str | None) -> None
 
 
 def test_description_and_failure() -> None:
-    sent = Description("north", 40, "c", {"torch": "2"})
+    sent = Description("north", 40, "c", {"torch": "2"}, "sha256:0")
     assert unpack_description(pack_description(sent)) == sent
     failed = Failed("north", "budget", "would exceed", uncharged=True)
     assert unpack_failure(pack_failure(failed)) == failed

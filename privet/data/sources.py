@@ -1,4 +1,4 @@
-"""Where tables lie and how they are read: one reader for CSV, TSV, JSONL, JSON and Parquet.
+"""Where tables lie and how they are read: one reader for CSV, TSV, JSONL, JSON, Parquet and datasets folders.
 
 Nothing here guesses. A file that does not parse is refused with its name and, where known, the line number;
 what stands on that line never reaches an error text.
@@ -79,7 +79,8 @@ def read_table(
     Parameters
     ----------
     path : Path
-        A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file.
+        A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file, or the folder that
+        ``save_to_disk`` of the datasets library wrote for one split.
     columns : sequence of str, optional
         The columns to return; default all.
     lenient : collection of str, optional
@@ -97,14 +98,13 @@ def read_table(
         One line, without row contents: no such file, unknown suffix, not readable, no rows, or a column
         that is missing (with the nearest match).
     """
-    reader = _READERS.get(path.suffix.lower())
+    folder = path.is_dir()
+    reader = _read_folder if folder else _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"'{path}' has an unknown suffix (allowed: {', '.join(_READERS)})")
     wanted = None if columns is None else list(dict.fromkeys(columns))
     try:
-        if path.is_dir():
-            raise DataError(f"'{path}' is a folder: name a file")
-        if path.stat().st_size == 0:
+        if not folder and path.stat().st_size == 0:
             raise DataError(f"'{path}' is empty")
         frame = reader(path, wanted)
     except FileNotFoundError:
@@ -138,6 +138,7 @@ def _check_columns(path: Path, names: Sequence[Any], wanted: Sequence[str]) -> N
 def _read_delimited(path: Path, separator: str, quoting: Literal[0, 3]) -> pd.DataFrame:
     with path.open("rb") as file:
         utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # spreadsheet exports
+    encoding = "utf-16" if utf16 else "utf-8-sig"
     try:
         with warnings.catch_warnings():
             # index_col=False only warns when rows are longer than the header; those cells would be lost.
@@ -149,15 +150,28 @@ def _read_delimited(path: Path, separator: str, quoting: Literal[0, 3]) -> pd.Da
                 dtype=str,
                 keep_default_na=False,
                 index_col=False,
-                encoding="utf-16" if utf16 else "utf-8-sig",
+                encoding=encoding,
                 encoding_errors="replace",
             )
     except pd.errors.EmptyDataError:
         raise DataError(f"'{path}' is empty") from None
     except pd.errors.ParserWarning:
-        raise DataError(f"'{path}' has rows with more cells than its header") from None
+        where = _longest(path, separator, quoting, encoding)
+        raise DataError(f"'{path}' has rows with more cells than its header{where}") from None
     except (ValueError, pd.errors.ParserError) as err:  # the parser's text may quote cells; take numbers only
         raise DataError(f"'{path}' is not a readable table{_where(str(err))}") from None
+
+
+def _longest(path: Path, separator: str, quoting: Literal[0, 3], encoding: str) -> str:
+    """Say on which line the first row ends that has more cells than the header."""
+    try:
+        with path.open(encoding=encoding, errors="replace", newline="") as file:
+            rows = csv.reader(file, delimiter=separator, quoting=quoting)
+            header = len(next(rows))
+            long = next(len(row) for row in rows if len(row) > header)
+            return f": line {rows.line_num} has {long}, the header {header}"
+    except (OSError, StopIteration, csv.Error):
+        return ""
 
 
 def _where(message: str) -> str:
@@ -235,6 +249,30 @@ def _read_parquet(path: Path, columns: list[str] | None) -> pd.DataFrame:
         frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True)
     except pa.ArrowException:
         raise DataError(f"'{path}' is not a readable Parquet file") from None
+    return frame
+
+
+def _read_folder(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    """Read what ``Dataset.save_to_disk`` wrote; a class label becomes its name."""
+    if (path / "dataset_dict.json").exists():
+        raise DataError(f"'{path}' holds several splits: name the folder of one of them")
+    if not (path / "state.json").exists():
+        raise DataError(f"'{path}' is a folder that no datasets library has saved: name a file")
+    import pyarrow as pa
+    from datasets import ClassLabel, Dataset
+
+    try:
+        data = Dataset.load_from_disk(str(path))
+        if columns is not None:
+            _check_columns(path, data.column_names, columns)
+            data = data.select_columns(columns)
+        frame: pd.DataFrame = data.with_format("arrow")[:].to_pandas(integer_object_nulls=True)
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException):
+        raise DataError(f"'{path}' is not a readable datasets folder") from None
+    for name, feature in data.features.items():
+        if isinstance(feature, ClassLabel):
+            names = dict(enumerate(feature.names))
+            frame[name] = frame[name].map(lambda code, names=names: names.get(code, ""))
     return frame
 
 

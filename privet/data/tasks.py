@@ -10,7 +10,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ log = logging.getLogger("privet")
 
 CLIENT = "{client}"
 LABEL = "label"
+_MOST_PLACES = 5
 _NO_NUMBER = frozenset({"", "na", "n/a", "nan", "null", "none"})
 
 
@@ -202,7 +203,50 @@ def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
     return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
 
 
-def load_node_file(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> Examples:
+@dataclass(frozen=True, eq=False)
+class NodeTable:
+    """A node's own table as a task sees it; nothing of it but `examples` may go further than the node's own log.
+
+    Attributes
+    ----------
+    examples : Examples
+        The usable rows.
+    rows : int
+        All rows of the table.
+    dropped : dict of str to int
+        Rows left out, by reason.
+    places : dict of str to list of int
+        The first few of them, by reason: data rows, counted from 1.
+    """
+
+    examples: Examples
+    rows: int
+    dropped: dict[str, int]
+    places: dict[str, list[int]]
+
+    def lines(self) -> list[str]:
+        """Say in a line for each reason how many rows are left out, and where the first ones stand."""
+        return [
+            f"{count} of {self.rows} rows {reason} are left out (data row {', '.join(map(str, self.places[reason]))}"
+            f"{', ...' if count > len(self.places[reason]) else ''})"
+            for reason, count in self.dropped.items()
+        ]
+
+
+def load_node_file(
+    cfg: TaskConfig, path: str, own: OwnNames | None = None, *, tell: bool = False
+) -> Examples:
+    """Return the usable rows of :func:`read_node_table`; with `tell`, the node's own log says what is left out."""
+    table = read_node_table(cfg, path, own)
+    if tell:
+        for line in table.lines():
+            log.warning("'%s': %s", path, line)
+    if len(table.examples) == 0:
+        log.warning("'%s' has no usable row for this task; left out: %s", path, _counts(table.dropped))
+    return table.examples
+
+
+def read_node_table(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> NodeTable:
     """Load a real node's own table; it may hold no row that the task selects.
 
     Every row is kept or left out by itself, or as a repetition of an equal row, label included: adding or
@@ -232,10 +276,11 @@ def load_node_file(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> E
             "task.train_rows is for simulations: on a node's own table one row would replace another"
         )
     own = own or OwnNames()
-    rows, dropped = _load(_own_path(path), own.fit(cfg), None, node=True, named=own.columns)
-    if len(rows) == 0:
-        log.warning("'%s' has no usable row for this task; left out: %s", path, _counts(dropped))
-    return rows
+    places: dict[str, list[int]] = {}
+    examples, dropped = _load(
+        _own_path(path), own.fit(cfg), None, node=True, named=own.columns, places=places
+    )
+    return NodeTable(examples, len(examples) + sum(dropped.values()), dict(dropped), places)
 
 
 def count_rows(path: str) -> int:
@@ -273,8 +318,9 @@ def _load(
     *,
     node: bool = False,
     named: Collection[str] = (),
+    places: dict[str, list[int]] | None = None,
 ) -> tuple[Examples, Counter[str]]:
-    """Read, filter and convert; the counter says why how many rows were left out.
+    """Read, filter and convert; the counter says why how many rows were left out, `places` which ones came first.
 
     On a real `node` no row may decide over another, unequal one, and no usable row is an answer too. Columns
     that the node has not `named` itself are the server's choice.
@@ -297,6 +343,9 @@ def _load(
         nonlocal rows
         if not mask.all():
             dropped[reason] += int((~mask).sum())
+            if places is not None:
+                seen = places.setdefault(reason, [])
+                seen += (rows[~mask][: _MOST_PLACES - len(seen)] + 1).tolist()
             rows = rows[mask]
 
     keep(_filled(cells[cfg.label_column][rows]), "without a label")
@@ -380,7 +429,7 @@ def _numbers(column: pd.Series, path: Path, *, strict: bool = True) -> np.ndarra
     return values
 
 
-def _counts(dropped: Counter[str]) -> str:
+def _counts(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{count} rows {reason}" for reason, count in dropped.items()) or "none"
 
 

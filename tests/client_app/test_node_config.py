@@ -8,6 +8,7 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from client_app.node_config import NodeConfig
+from privet.config import compose
 from privet.data.tasks import OwnNames
 from privet.errors import Refusal
 
@@ -51,6 +52,26 @@ def refused(raw: dict[str, Any]) -> str:
             "labels is not allowed",
         ),
         ("labels", [True, 0.5], "labels is not allowed as it is: a text"),
+        (
+            "min-clip",
+            [0, -0.5, "1", True, float("inf")],
+            "min-clip is not allowed as it is: a number greater",
+        ),
+        (
+            "methods",
+            ["secret", "fedask,secret", ",", "FedASK"],
+            "methods is not allowed as it is: names such as",
+        ),
+        ("methods", ["", " "], "methods is empty"),
+        ("methods", [True, ["fedask"]], "methods is not allowed as it is: a text"),
+        ("code-hash", ["secret", "0123456789ABCDEF", "0" * 15, "0" * 65], "16 to 64 hexadecimal digits"),
+        (
+            "device",
+            ["gpu", "cuda:", "cuda:x", "CPU"],
+            "device is not allowed as it is: auto, cpu, cuda or cuda:N",
+        ),
+        ("model-path", ["secret/model", "./secret"], "model-path must be an absolute path"),
+        ("retention-days", [0, -1, 1.5, "30", True], "a whole number, at least 1"),
         ("label", ["secret"], "did you mean 'labels'"),
         ("text_column", ["secret"], "did you mean 'text-column'"),
     ],
@@ -102,3 +123,28 @@ def test_labels_as_flower_reads_them(line: str, labels: tuple[str, ...]) -> None
 @pytest.mark.parametrize("key", ["text-column", "pair-column", "label-column", "labels"])
 def test_names_of_a_table_need_a_table(key: str) -> None:
     assert f"{key} has no effect without data-path" in refused({"partition-id": 0, key: "secret"})
+
+
+def test_floors_and_places_of_a_node() -> None:
+    node = NodeConfig.read(
+        {
+            **OWN,
+            "min-clip": 1,
+            "methods": "fedask, fedhsip",
+            "code-hash": "0123456789abcdef",
+            "device": "cuda:0",
+            "model-path": "/models/minilm",
+            "retention-days": 30,
+        }
+    )
+    assert (node.min_clip, node.methods) == (1.0, ("fedask", "fedhsip"))
+    assert (node.code_hash, node.retention_days) == ("0123456789abcdef", 30)
+    config = compose(["method=ffa_lora", "train.device=cpu", "model.revision=abc"])
+    own = node.adapt(config)
+    assert (own.train.device, own.model.path, own.model.revision) == ("cuda:0", "/models/minilm", None)
+    assert own.model.sha256 == config.model.sha256  # a pin of the run holds for the node's copy too
+    plain = NodeConfig.read(OWN)
+    assert (plain.min_clip, plain.methods, plain.code_hash, plain.retention_days) == (None,) * 4
+    assert plain.adapt(config) == config
+    drawn = compose(["method=ffa_lora", "model=tiny_random"])
+    assert node.adapt(drawn).model == drawn.model  # random weights lie nowhere

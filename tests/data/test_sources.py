@@ -112,7 +112,9 @@ def test_missing_column_names_the_nearest(table, tmp_path: Path) -> None:
 
 def test_malformed_files_name_the_line_and_no_cell(table) -> None:
     assert "line 3 has 3 cells, the header 2" in refused(table(f"text,label\na,no\n{SECRET}, sick,yes\n"))
-    assert "more cells than its header" in refused(table(f"text,label\n{SECRET}, sick,yes\nb,c,no\n"))
+    assert "more cells than its header: line 2 has 3, the header 2" in refused(
+        table(f"text,label\n{SECRET}, sick,yes\nb,c,no\n")
+    )
     assert "data row 2 is never closed" in refused(table(f'text,label\na,no\n"{SECRET},yes\nb,no\n'))
     assert "line 2 is not valid JSON" in refused(table(f'{{"text": "a"}}\n{{"text": "{SECRET}\n', "t.jsonl"))
     assert "line 1 is not a JSON object" in refused(table(f'["{SECRET}"]\n', "t.jsonl"))
@@ -156,3 +158,24 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_path("~/t.csv") == Path("/somewhere/t.csv")
     with pytest.raises(ConfigError, match="is not allowed: there is no such user's home folder"):
         resolve_path("~nosuchuser/t.csv")
+
+
+def test_a_datasets_folder_is_read_with_the_names_of_its_labels(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+    features = Features(
+        {"text": Value("string"), "label": ClassLabel(names=["no", "yes"]), "n": Value("int64")}
+    )
+    data = Dataset.from_dict({"text": ["a", None, "c"], "label": [1, 0, None], "n": [1, None, 3]}, features)
+    data.save_to_disk(str(tmp_path / "one"))
+    frame = read_table(tmp_path / "one", ["label", "text"])
+    assert frame["label"].tolist() == ["yes", "no", ""]
+    assert frame["text"].fillna("-").tolist() == ["a", "-", "c"]
+    data.select([2, 0]).save_to_disk(str(tmp_path / "some"))
+    assert read_table(tmp_path / "some")["text"].tolist() == ["c", "a"]
+    assert "unknown column 'labl' - did you mean 'label'?" in refused(tmp_path / "one", ["labl"])
+    DatasetDict({"train": data}).save_to_disk(str(tmp_path / "splits"))
+    assert "several splits" in refused(tmp_path / "splits")
+    for file in (tmp_path / "one").glob("*.arrow"):
+        file.write_bytes(SECRET.encode())
+    assert "is not a readable datasets folder" in refused(tmp_path / "one")
