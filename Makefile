@@ -2,9 +2,10 @@
 #
 #   make run     set up .venv and run the main job (fedhsip, epsilon 6, the tweets task)
 #   make test    set up .venv and run every check
+#   make bench   time and memory of a private step against the same step without privacy (about 25 minutes)
 #
 # Variables:
-#   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"
+#   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"; options of `make bench`
 #   PYTHON   a Python 3.11
 #   TORCH    what pip installs for PyTorch; for a CUDA or CPU build of your choice add its index:
 #            make install TORCH="torch==2.13.0 --index-url URL_OF_THE_CUDA_WHEELS"
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install run check test lint format system clean
+.PHONY: install run check test bench lint format clean
 
 install: $(STAMP)
 
@@ -47,6 +48,9 @@ format: $(STAMP)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.step --json runs/bench.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

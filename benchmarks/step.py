@@ -1,163 +1,145 @@
-"""Cost of one private local step as a ratio to the same model's non-private LoRA step.
+"""Cost of one private local step as a ratio to the same model's non-private LoRA step, on the CPU.
 
-    python -m benchmarks.step [--rows 32] [--tokens 32] [--steps 11] [--layers 6] [--hidden 384] [--head]
+    python -m benchmarks.step [--json FILE] [--markdown FILE] [--layers 2] [--turns 11] [--only NAME]
+    python -m benchmarks.step --check        compare all gradients, time nothing
+    python -m benchmarks.step --profile      where the time above the non-private step goes
 
-One torch thread; the variants take turns on the same batch in one process, in a new order every turn, so that
-a machine that slows down slows all of them. Reported are medians over the turns of process CPU time.
+What is measured. Time: process CPU time and wall time of whole steps (forward, backward, clip, noise, update) on
+one torch thread. The variants take turns on the same batch in one process, in a new order every turn; a ratio is taken
+within a turn, and the median and the quartiles over the turns are shown. Memory: the resident high-water mark of one
+process a variant (benchmarks/memory.py), as ratio of the peaks and, behind the slash, of the peaks above the loaded
+model. Noise: the time of the step's noise alone over that of the step.
+
+Why it is fair. All variants share the frozen weights, the batch, the loss per example, SGD and the expected batch
+size; the private ones share C and sigma. Each is compared with the non-private step that trains the same parameters,
+FedHSIP with two factors, so that its expansion counts as cost. Privet draws its noise from its cryptographic generator,
+Opacus from PyTorch's. Before anything is timed, all gradients are compared (benchmarks/check.py). Models are cut to a
+few layers, the output layer of causal ones likewise (benchmarks/models.py): the cost of privacy is per layer, as is the
+rest.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import random
-import statistics
+import json
+import platform
+import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, BertConfig
 
-from privet.privacy.engine import GradientEngine
-from privet.privacy.parts import THETA, ProjectedParameters
-from privet.privacy.rng import make_randomness
+from benchmarks import profiling, suite, table, targets
+from benchmarks.check import check
+from benchmarks.measure import CpuClock
+from benchmarks.memory import process_peaks
+from benchmarks.models import GPT2_SMALL, LLAMA_512, ROBERTA_BASE, Case, make_workload
+from benchmarks.variants import ABSENT, BY_KEY, VARIANTS
+
+CASES = (
+    Case(ROBERTA_BASE, 16, 128),
+    Case(ROBERTA_BASE, 32, 64),
+    Case(ROBERTA_BASE, 16, 128, head=True),
+    Case(GPT2_SMALL, 8, 128),
+    Case(LLAMA_512, 16, 128),
+)
 
 
-def make_model(layers: int, hidden: int, train_head: bool) -> nn.Module:
-    """A BERT of random weights with LoRA of rank 8 on query and value."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_attention_heads=hidden // 32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+def main(argv: list[str] | None = None, cases: tuple[Case, ...] = CASES) -> None:
+    """Measure and print one table."""
+    args = _arguments(argv)
+    torch.set_num_threads(1)
+    chosen = [case for case in cases if args.only.lower() in case.name.lower()]
+    if args.check:
+        for case in chosen:
+            _say(f"{case.name}: gradients agree to {check(make_workload(case, args.layers)):.0e}")
+        return
+    if args.profile:
+        for case in chosen:
+            _profile(case, args.layers)
+        return
+    found = [row for case in chosen for row in _measure(case, args)]
+    notes = [f"{engine}: {why}" for engine, why in ABSENT.items()]
+    missed = targets.misses(found)
+    print(table.text(found))
+    print(*notes, *((missed and ["above target:", *missed]) or ["all targets are met"]), sep="\n")
+    write(args.json, json.dumps(_report(args, found, notes, missed), indent=1))
+    write(args.markdown, table.markdown(found))
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    base = AutoModelForSequenceClassification.from_config(config)
-    lora = LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules=["query", "value"],
-        modules_to_save=["classifier"] if train_head else None,
-    )
-    model: nn.Module = get_peft_model(base, lora)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return model.train()
+    parser.add_argument("--layers", type=int, default=2, help="cut deeper models to so many; default 2")
+    parser.add_argument("--turns", type=int, default=11, help="steps of every variant; default 11")
+    parser.add_argument("--only", default="", metavar="NAME", help="cases whose name contains NAME")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory")
+    parser.add_argument("--check", action="store_true", help="compare all gradients at full size and stop")
+    parser.add_argument("--profile", action="store_true", help="profile the private steps and stop")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    return parser.parse_args(argv)
 
 
-def losses(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    """One loss per example."""
-    return F.cross_entropy(model(input_ids=ids).logits, labels, reduction="none")
+def _measure(case: Case, args: argparse.Namespace) -> list[table.Row]:
+    began = time.monotonic()
+    check(make_workload(replace(case, rows=4, tokens=16), 1))
+    steps = suite.build_steps(make_workload(case, args.layers))
+    times = suite.measure(steps, args.turns, CpuClock())
+    del steps
+    peaks = {} if args.no_memory else process_peaks(case, args.layers, list(BY_KEY))
+    _say(f"{case.name}: {time.monotonic() - began:.0f} s")
+    return suite.rows(case.name, case.layers(args.layers), times, peaks)
 
 
-def variants(model: nn.Module, ids: Tensor, labels: Tensor) -> dict[str, Callable[[], None]]:
-    """One step of each kind, every kind on a model of its own."""
-    rows = len(ids)
+def _profile(case: Case, layers: int) -> None:
+    steps = suite.build_steps(make_workload(case, layers))
+    for variant in VARIANTS:
+        if variant.engine == "Privet":
+            print(f"{case.name}, {variant.method}: ms a step against the non-private step")
+            print(profiling.difference(steps[variant.key], steps[variant.base_key]), end="\n\n")
 
-    def ordinary() -> Callable[[], None]:
-        own = copy.deepcopy(model)
-        trained = [p for p in own.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=1e-3)
 
-        def step() -> None:
-            losses(own, ids, labels).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    def two_factors(kind: str) -> Callable[[], None]:
-        own, noise = copy.deepcopy(model), make_randomness(kind, None)
-        trained = {n: p for n, p in own.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.SGD(trained.values(), lr=1e-3)
-        engine = GradientEngine(own, clip=1.0)
-        engine.attach()
-
-        def step() -> None:
-            losses(own, ids, labels).sum().backward()
-            engine.accumulate(rows)
-            for name, gradient in engine.private_sum(noise, 1.0, rows).items():
-                trained[name].grad = gradient
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    def projected() -> Callable[[], None]:
-        own, noise = copy.deepcopy(model), make_randomness("secure", None)
-        trained = {n: p for n, p in own.named_parameters() if p.requires_grad}
-        lora = {n: p for n, p in trained.items() if "lora_" in n}
-        size = sum(p.numel() for p in lora.values())
-        d = round(size / 6.4)
-        slots = torch.arange(size)[torch.randperm(size)] % d
-        coefficients = torch.bincount(slots, minlength=d)[slots].rsqrt()
-        theta = nn.Parameter(torch.zeros(d))
-        start = {n: p.detach().clone() for n, p in lora.items()}
-        parameters = {THETA: theta} | {n: p for n, p in trained.items() if n not in lora}
-        optimizer = torch.optim.SGD(parameters.values(), lr=1e-3)
-        engine = GradientEngine(
-            own, clip=1.0, projection=ProjectedParameters(slots, coefficients, d, tuple(lora))
-        )
-        engine.attach()
-
-        def step() -> None:
-            losses(own, ids, labels).sum().backward()
-            engine.accumulate(rows)
-            for name, gradient in engine.private_sum(noise, 1.0, rows).items():
-                parameters[name].grad = gradient
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                offsets = (theta[slots] * coefficients).split([p.numel() for p in lora.values()])
-                for (name, p), offset in zip(lora.items(), offsets, strict=True):
-                    torch.add(start[name], offset.view_as(p), out=p)
-
-        return step
-
+def _report(
+    args: argparse.Namespace, rows: list[table.Row], notes: list[str], missed: list[str]
+) -> dict[str, Any]:
     return {
-        "non-private": ordinary(),
-        "two factors, secure noise": two_factors("secure"),
-        "two factors, fast noise": two_factors("fast"),
-        "projected, secure noise": projected(),
+        "machine": machine(),
+        "settings": {"layers": args.layers, "turns": args.turns, "threads": torch.get_num_threads()},
+        "rows": table.as_json(rows),
+        "notes": notes,
+        "above_target": missed,
     }
 
 
-def main() -> None:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=11)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--head", action="store_true", help="train the classification head too")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    model = make_model(args.layers, args.hidden, args.head)
-    ids = torch.randint(5, 1000, (args.rows, args.tokens))
-    steps = variants(model, ids, torch.randint(0, 2, (args.rows,)))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():  # warm up
-        step()
-    for _ in range(args.steps):
-        for name in random.sample(list(steps), len(steps)):
-            start = time.process_time()
-            steps[name]()
-            times[name].append(time.process_time() - start)
-    base = times["non-private"]
-    print(f"BERT {args.layers} x {args.hidden}, {args.rows} x {args.tokens} tokens, {args.steps} turns")
-    print(f"{'step':28s} {'seconds':>8s} {'ratio':>6s}")
-    for name, own in times.items():
-        ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
-        print(f"{name:28s} {statistics.median(own):8.4f} {ratio:6.3f}")
+def machine() -> dict[str, str]:
+    """Return the processor and the versions that the numbers depend on."""
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")
+        ]
+        model = f"{names[0]}, {len(names)} cores" if names else model
+    packages = ("torch", "transformers", "peft", "opacus", "numpy")
+    return {"processor": model, "system": platform.platform(), **{p: version(p) for p in packages}}
+
+
+def write(path: Path | None, content: str) -> None:
+    """Write a file where one is asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
