@@ -4,7 +4,8 @@
 
 Times are device events around whole steps, memory is the most that PyTorch had allocated; the base model is in
 bfloat16, its LoRA in float32, as in `privet run`. Sizes fill a large GPU; whole models. Then `privet run` trains two
-clients on the GPU in Ray, side by side (federation.gpus_per_client=0.5) and one after the other (1). Without a GPU it says so and is done.
+clients on the GPU in Ray, side by side (federation.gpus_per_client=0.5) and one after the other (1). Without a GPU it
+says so and is done.
 """
 
 from __future__ import annotations

@@ -51,10 +51,13 @@ class Shape:
     depth_key: str = "num_hidden_layers"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def tokens(self, layers: int) -> int:
+        """Size of the vocabulary at a depth."""
+        return round(self.vocabulary * layers / self.depth) if self.causal else self.vocabulary
+
     def build(self, layers: int) -> nn.Module:
         """Return the bare model with random weights."""
-        vocabulary = round(self.vocabulary * layers / self.depth) if self.causal else self.vocabulary
-        values = {**self.settings, self.depth_key: layers, "vocab_size": vocabulary}
+        values = {**self.settings, self.depth_key: layers, "vocab_size": self.tokens(layers)}
         config = AutoConfig.for_model(self.kind, **values)
         factory = AutoModelForCausalLM if self.causal else AutoModelForSequenceClassification
         model: nn.Module = factory.from_config(config)
@@ -152,7 +155,7 @@ class Workload:
     def copy(self, *, train_a: bool = True) -> nn.Module:
         """Return a model of its own that shares the frozen weights; without `train_a`, A is frozen too."""
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-        model = copy.deepcopy(self.model, frozen)  # type: ignore[arg-type]
+        model = copy.deepcopy(self.model, frozen)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 parameter.requires_grad_(train_a)
@@ -182,8 +185,8 @@ def make_workload(
 ) -> Workload:
     """Build a case: the base model in `dtype`, LoRA factors and head in float32, on `device`."""
     torch.manual_seed(0)
-    shape = case.shape
-    model = shape.build(case.layers(layers)).to(dtype)
+    shape, depth = case.shape, case.layers(layers)
+    model = shape.build(depth).to(dtype)
     lora = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,  # type: ignore[arg-type]
@@ -200,7 +203,7 @@ def make_workload(
             nn.init.normal_(parameter, std=0.02)
     if dtype != torch.float32 and not shape.causal:
         model.get_submodule("classifier").register_forward_pre_hook(_to_float)
-    ids = torch.randint(5, shape.vocabulary_at(layers), (case.rows, case.tokens))
+    ids = torch.randint(5, shape.tokens(depth), (case.rows, case.tokens))
     if shape.causal:
         targets = torch.cat([ids[:, 1:], torch.full((case.rows, 1), _IGNORED)], 1)
     else:
