@@ -20,6 +20,7 @@ from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.losses import classification
 from privet.privacy.engine import Clipped, GradientEngine
 from privet.privacy.low_rank import WeightProduct
+from privet.privacy.moments import KINDS
 from privet.privacy.parts import ProjectedParameters
 from privet.privacy.rng import Randomness
 from privet.privacy.sampling import poisson_draw, shuffled_batches
@@ -153,6 +154,26 @@ class Trainer:
             nonfinite=0,
             drawn=tuple(drawn),
         )
+
+    def moments(self, trainables: Trainables, kind: str, steps: int, seed: int) -> dict[str, Tensor]:
+        """Return the mean over as many rows as `steps` batches have of f(|g|) g^2, by parameter; not private.
+
+        `kind` names f, see :mod:`privet.privacy.moments`. The model stays as it is.
+        """
+        sums: dict[str, Tensor] = {}
+        rows = 0
+        with self._training(trainables), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            engine = self._engine(trainables, self._privacy.clip or 1.0)
+            with engine.attached():
+                for drawn in shuffled_batches(len(self._rows), self._train.batch_size, steps, seed):
+                    rows += len(drawn)
+                    for batch in microbatches(self._lengths, drawn, self._micro):
+                        self._losses(batch).sum().backward()
+                        for name, value in engine.second_moments(len(batch), KINDS[kind]).items():
+                            short = self._model.short_name(name)
+                            sums[short] = sums[short] + value if short in sums else value
+        return {n: (v / rows).to("cpu", torch.float32) for n, v in sums.items()}
 
     # --- one batch -------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -162,6 +163,8 @@ def assign_slots(
     d: int,
     *,
     coefficients: tuple[float, float, float, float, float] = (1, 1, 1, 1, 1),
+    balance: Literal["soft", "hard"] = "soft",
+    align_signs: bool = True,
     seed: int = 0,
 ) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
     """Assign D coordinates to d balanced slots so that coordinates of a slot pull the same way.
@@ -180,6 +183,10 @@ def assign_slots(
         Number of slots, at most D.
     coefficients : tuple of float
         alpha, beta, gamma, eta, lambda of eq. 12.
+    balance : {"soft", "hard"}
+        Whether lambda decides the slots' sizes; this solver keeps them at floor or ceil of D / d either way.
+    align_signs : bool
+        Choose signs; without, all are +1.
     seed : int
         Drives the start of the power iterations.
 
@@ -194,15 +201,16 @@ def assign_slots(
     if not 1 <= d <= D:
         raise ValueError(f"d = {d} is not allowed: between 1 and D = {D}")
     x = unit_profiles(np.asarray(profiles, dtype=np.float64))
-    signs = np.where(x @ _leading_direction(x, seed) < 0, -1.0, 1.0)
+    signs = np.where((x @ _leading_direction(x, seed) < 0) & align_signs, -1.0, 1.0)
     x *= signs[:, None]
     order = _line_order(x, d, seed)
     bounds = (np.arange(d + 1) * D + d - 1) // d
     slots = np.empty(D, dtype=np.int64)
     slots[order] = np.repeat(np.arange(d), np.diff(bounds))
-    signs *= _slot_signs(x, slots, d)
+    if align_signs:
+        signs *= _slot_signs(x, slots, d)
     loads = np.stack([normalise(v) for v in (sensitivity, energy, heterogeneity)], axis=1)
-    _exchange(slots, signs, unit_profiles(profiles), loads, order, bounds, coefficients)
+    _exchange(slots, signs, unit_profiles(profiles), loads, order, bounds, coefficients, align=align_signs)
     return slots, signs.astype(np.int8)
 
 
@@ -264,6 +272,7 @@ def _exchange(
     bounds: NDArray[np.int64],
     coefficients: tuple[float, float, float, float, float],
     sweeps: int = 4,
+    align: bool = True,
 ) -> None:
     """Swap one coordinate between neighbouring slots wherever eq. 12 falls; counts stay as they are.
 
@@ -292,8 +301,10 @@ def _exchange(
         rest_b = sum_b[:, None] - xb
         keep_a = np.einsum("pik,pik->pi", rest_a, xa)
         keep_b = np.einsum("pjk,pjk->pj", rest_b, xb)
-        into_b = np.abs(np.einsum("pjk,pik->pij", rest_b, xa))
-        into_a = np.abs(np.einsum("pik,pjk->pij", rest_a, xb))
+        into_b = np.einsum("pjk,pik->pij", rest_b, xa)
+        into_a = np.einsum("pik,pjk->pij", rest_a, xb)
+        if align:
+            into_b, into_a = np.abs(into_b), np.abs(into_a)
         delta = alpha * (keep_a[:, :, None] + keep_b[:, None, :] - into_b - into_a)
         shift = lb[:, None, :, :] - la[:, :, None, :]
         gap = (load_a - load_b)[:, None, None, :]
@@ -305,12 +316,14 @@ def _exchange(
         i, j = np.unravel_index(best, (width, width))
         for pair in np.flatnonzero(gain):
             p, q = a[pair, i[pair]], b[pair, j[pair]]
+            slots[p], slots[q] = slots[q], slots[p]
+            members[left[pair], i[pair]], members[left[pair] + 1, j[pair]] = q, p
+            if not align:
+                continue
             new_p = np.sign(rest_b[pair, j[pair]] @ (x[p] * signs[p])) or 1.0
             new_q = np.sign(rest_a[pair, i[pair]] @ (x[q] * signs[q])) or 1.0
             signs[p] *= new_p
             signs[q] *= new_q
-            slots[p], slots[q] = slots[q], slots[p]
-            members[left[pair], i[pair]], members[left[pair] + 1, j[pair]] = q, p
 
 
 def _gather(values: Floats, rows: NDArray[np.int64]) -> Floats:

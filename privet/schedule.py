@@ -17,12 +17,16 @@ from privet.seeding import child_seed
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its number (from 1, warm-up included), its phases and the nodes that are asked."""
+    """One round: its number (from 1, warm-up included), its phases and the nodes that are asked.
+
+    `charged` is false where its steps are no DP-SGD although the run is private: such rounds have no noise to plan.
+    """
 
     number: int
     phases: tuple[str, ...]
     nodes: tuple[str, ...]
     warmup: bool = False
+    charged: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,11 @@ class Schedule:
         return sum(r.warmup for r in self.rounds)
 
     def participations(self, node: str) -> int:
-        """Rounds in which a node trains."""
-        return sum(node in r.nodes for r in self.rounds)
+        """Rounds in which a node trains and is charged for it."""
+        return sum(node in r.nodes for r in self.rounds if r.charged)
 
     def most_participations(self) -> int:
-        """Largest number of rounds that any node trains in."""
+        """Largest number of rounds that any node trains in and is charged for."""
         nodes = {n for r in self.rounds for n in r.nodes}
         return max((self.participations(n) for n in nodes), default=0)
 
@@ -54,6 +58,7 @@ def draw_schedule(
     phases: tuple[str, ...],
     warmup_rounds: int = 0,
     warmup_phases: tuple[str, ...] = ("warmup",),
+    warmup_charged: bool = True,
 ) -> Schedule:
     """Draw the schedule: warm-up rounds with every node, then rounds of `federation.sampled` nodes.
 
@@ -70,7 +75,10 @@ def draw_schedule(
             f"federation.rounds = {federation.rounds} is not allowed: more than the {warmup_rounds} warm-up rounds"
         )
     names = sorted(nodes)
-    rounds = [Round(i + 1, warmup_phases, tuple(names), warmup=True) for i in range(warmup_rounds)]
+    rounds = [
+        Round(i + 1, warmup_phases, tuple(names), warmup=True, charged=warmup_charged)
+        for i in range(warmup_rounds)
+    ]
     size = min(federation.sample_size, len(names))
     for i in range(federation.rounds - warmup_rounds):
         number = warmup_rounds + i + 1

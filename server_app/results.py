@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from privet.adapters import export
+from privet.adapters import adapter_spec, export
 from privet.atomic import write_atomic
 from privet.config import Config
 from privet.errors import ConfigError, StoreError
@@ -27,6 +27,7 @@ from privet.privacy.spending import Spending
 from privet.wire import PARTS, Arrays, Failed
 from server_app.card import privacy_card
 from server_app.tracking import Tracking
+from strategies.base import load_method
 from strategies.checkpoint import Checkpoint
 
 WAYS = ("upload", "download", "requery", "evaluate")
@@ -217,8 +218,11 @@ class RunDirectory:
     ) -> dict[str, Any]:
         """Write ``privacy.json``: what was promised, and what was spent, composed from what happened."""
         private = config.privacy.private
+        raw = sorted(load_method(config, adapter_spec(config)).raw_phases) if private else []
+        loud = [f"not private: the {phase} rounds trained on private rows without noise" for phase in raw]
+        open_run = config.privacy.randomness == "seeded" or config.privacy.diagnostics or bool(raw)
         privacy = {
-            "private": private and config.privacy.randomness != "seeded" and not config.privacy.diagnostics,
+            "private": private and not open_run,
             "mechanism": "DP-SGD: Poisson-subsampled Gaussian, flat clipping" if private else None,
             "adjacency": "add or remove one row" if private else None,
             "accountant": config.privacy.accountant if private else None,
@@ -227,7 +231,7 @@ class RunDirectory:
             "max_epsilon": spending.largest(),
             "excludes_tuning": True,
             "randomness": config.privacy.randomness if private else None,
-            "warnings": warnings(config, plans),
+            "warnings": [*loud, *warnings(config, plans)],
             "nodes": [
                 {
                     "node": node,

@@ -67,6 +67,13 @@ class Session(Memory, Protocol):
         """
         ...
 
+    def moments(self, trainables: Trainables, kind: str) -> Arrays:
+        """Return means of squared per-example gradients over as many rows as a phase trains on; not private.
+
+        Refused in every phase with privacy. `kind`: see :mod:`privet.privacy.moments`.
+        """
+        ...
+
     def chance(self, purpose: str) -> float:
         """Return a number from U(0, 1), the same for a repeated request.
 
@@ -109,6 +116,9 @@ class LoraStrategy(RoundStrategy):
     releases : mapping of str to str
         For each phase, what leaves a node under DP: ``"dp-sgd"`` (its arrays are post-processing of DP-SGD
         steps that the phase charges) or ``"post-processing"`` (of an earlier phase of the round; no charge).
+    raw_phases : collection of str
+        Phases that, in a private run, train on private rows without noise and without a charge. The run is then not
+        private, which its results say, and a real node refuses it unless its owner allows that.
     dropout : {"accept", "requery", "void"}
         What happens when a node answers a phase and not the next one: go on with the rest, repeat the phase with
         what the rest had sent before (their merger is then a :class:`KeptMean`), or void the round.

@@ -5,18 +5,22 @@ share a slot (eq. 12), and from then on only theta_d (d = D / 6.4 numbers) and t
 and sign of each coordinate - is sent once and cached on the node. Under DP the warm-up is DP-SGD like any other
 round, charged in the same budget; all statistics are post-processing of its noised updates.
 
-``assignment=random`` is the ablation without warm-up (Uni-LoRA's balanced random projection).
+``assignment=random`` is the ablation without warm-up (Uni-LoRA's balanced random projection). Beyond the paper, and off
+by default: a warm-up without noise in a private run, which marks the run as not private (``warmup_privacy=none``) and
+shows how much the noise costs the assignment; other sensitivities from such a warm-up; slots that B and A do not share.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from privet.adapters import AdapterSpec, Shapes, count, initial_tensors
@@ -32,12 +36,16 @@ from privet.projection import (
 )
 from privet.seeding import child_generator, child_seed
 from privet.trainables import THETA, Factors, Projected
-from privet.wire import Arrays, Payload
+from privet.wire import Arrays, Payload, check_arrays
 from strategies.base import LoraStrategy, Session
 from strategies.merging import Merger, WeightedMean
 from strategies.rounds import NEEDS_ONCE
 
+Floats = NDArray[np.float64]
+
 _DELTA, _SUM, _SQUARE, _COUNT = "delta/", "warmup-sum/", "warmup-square/", "warmup-count/"
+_MOMENT = ":moment"
+_MOST_COLUMNS = 32  # of the profiles: with more clients they are mixed into as many
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,19 @@ class FedHSIPParams:
     warmup_lr : float or None
         Learning rate of the factors in the warm-up; None: ``train.lr``. The statistics do not depend on its size,
         but the head, which stays, is trained beside the factors, which do not: small steps keep it fitting.
+    warmup_privacy : {"dp", "none"}
+        ``dp``: warm-up rounds are DP-SGD, charged. ``none`` in a private run: they train without noise and without a
+        charge, and the run is not private and says so; of what they trained only the rule is used.
+    sensitivity : {"update", "moment", "clipped_moment", "clip_rate"}
+        s of eq. 12: from the updates, or, where the warm-up has no noise, a mean over examples of squared gradients
+        (:mod:`privet.privacy.moments`; the last two need a clip, so a private run).
+    balance : {"soft", "hard"}
+        ``hard``: every slot holds floor or ceil of D / d coordinates; ``soft``: that is left to lambda.
+    align_signs : bool
+        Choose signs, so that coordinates which move against each other may share a slot; without, all are +1.
+    separate_AB_slots : bool
+        Give the coordinates of B and of A slots of their own, d in proportion. Where a coordinate of B[a, k] and one
+        of A[k, b] share a slot, the square of one noise enters the product: a bias.
     dimension : int or None
         d; None: D / 6.4.
     init : {"offset", "uniform", "warm"}
@@ -67,6 +88,11 @@ class FedHSIPParams:
     assignment: Literal["hsip", "random"]
     warmup_rounds: Annotated[int, Bounds(ge=1)]
     warmup_lr: Annotated[float | None, Bounds(gt=0)]
+    warmup_privacy: Literal["dp", "none"]
+    sensitivity: Literal["update", "moment", "clipped_moment", "clip_rate"]
+    balance: Literal["soft", "hard"]
+    align_signs: bool
+    separate_AB_slots: bool  # noqa: N815 - the matrices' names
     dimension: Annotated[int | None, Bounds(ge=1)]
     init: Literal["offset", "uniform", "warm"]
     coefficients: tuple[float, ...]
@@ -76,8 +102,21 @@ class FedHSIPParams:
             raise ConfigError(
                 f"method.coefficients = {list(self.coefficients)} is not allowed: five numbers of at least 0"
             )
-        if self.init == "warm" and self.assignment != "hsip":
+        if self.assignment == "hsip":
+            return
+        if self.init == "warm":
             raise ConfigError("method.init = warm is not allowed: only method.assignment=hsip has a warm-up")
+        for name, neutral in (
+            ("sensitivity", "update"),
+            ("balance", "soft"),
+            ("align_signs", True),
+            ("separate_AB_slots", False),
+        ):
+            if getattr(self, name) != neutral:
+                raise ConfigError(
+                    f"method.{name} = {getattr(self, name)} has no effect with method.assignment={self.assignment}: "
+                    "use hsip"
+                )
 
 
 class FedHSIP(LoraStrategy):
@@ -85,7 +124,7 @@ class FedHSIP(LoraStrategy):
 
     paper = "FedHSIP, arXiv 2609.26091"
     stays = "the projection rule"
-    Params = FedHSIPParams
+    Params: ClassVar[type] = FedHSIPParams
     releases: ClassVar[Mapping[str, str]] = {"warmup": "dp-sgd", "train": "dp-sgd"}
 
     def __init__(self, config: Config, spec: AdapterSpec) -> None:
@@ -96,6 +135,30 @@ class FedHSIP(LoraStrategy):
             raise ConfigError(
                 f"method.dimension = {self.dimension} is not allowed: at most the {self.total} LoRA numbers"
             )
+        if self._learns_rule:
+            self._check_warmup(config)
+
+    def _check_warmup(self, config: Config) -> None:
+        """Refuse warm-ups that make no sense under the run's privacy."""
+        params, private = self.params, config.privacy.private
+        if params.warmup_privacy == "dp" and not private:
+            raise ConfigError("method.warmup_privacy = dp has no effect with privacy=none: none")
+        raw = params.warmup_privacy == "none"
+        if params.sensitivity != "update" and not raw:
+            raise ConfigError(
+                f"method.sensitivity = {params.sensitivity} is not allowed: squared gradients are a release of their "
+                "own, so only where the warm-up has no noise (method.warmup_privacy=none)"
+            )
+        if params.sensitivity in ("clipped_moment", "clip_rate") and not private:
+            raise ConfigError(
+                f"method.sensitivity = {params.sensitivity} is not allowed with privacy=none: there is no clip"
+            )
+        if params.init == "warm" and raw and private:
+            raise ConfigError(
+                "method.init = warm is not allowed with method.warmup_privacy=none: only the rule may come from it"
+            )
+        if params.separate_AB_slots and self.dimension < 2:
+            raise ConfigError("method.separate_AB_slots = true is not allowed with method.dimension = 1")
 
     @property
     def exchanged(self) -> Shapes:
@@ -105,6 +168,25 @@ class FedHSIP(LoraStrategy):
     @property
     def _learns_rule(self) -> bool:
         return bool(self.params.assignment == "hsip")
+
+    @property
+    def raw_phases(self) -> Collection[str]:  # type: ignore[override]
+        """The warm-up, where it has no noise although the run is private."""
+        raw = self._learns_rule and self.config.privacy.private and self.params.warmup_privacy == "none"
+        return ("warmup",) if raw else ()
+
+    def remarks(self) -> list[str]:
+        """Say loudly that a raw warm-up makes the run one that is not private."""
+        if not self.raw_phases:
+            return []
+        return ["not private: method.warmup_privacy=none trains the warm-up on private rows without noise"]
+
+    @property
+    def _moments(self) -> Shapes:
+        """What a warm-up reply carries besides: a squared gradient for every LoRA number, or nothing."""
+        if not self._learns_rule or self.params.sensitivity == "update":
+            return {}
+        return {name + _MOMENT: shape for name, shape in self.spec.lora.items()}
 
     @property
     def warmup_rounds(self) -> int:
@@ -138,6 +220,13 @@ class FedHSIP(LoraStrategy):
         """As the uploads."""
         return self.upload_shapes(phase)
 
+    def check_upload(self, phase: str, payload: Payload) -> None:
+        """In a warm-up accept the squared gradients that were asked for."""
+        check_arrays(payload.once, self._moments if phase == "warmup" else {}, "once")
+        if any(v.dtype != torch.float32 or bool((v < 0).any()) for v in payload.once.values()):
+            raise Refusal("malformed", "a squared gradient is negative or no float32")
+        super().check_upload(phase, Payload(payload.adapter, payload.head))
+
     def merger(self, phase: str, state: Arrays) -> Merger:
         """A warm-up also keeps every client's update: u_i is a profile over clients."""
         return WarmupMerger(state, self.spec.lora) if phase == "warmup" else WeightedMean()
@@ -147,56 +236,102 @@ class FedHSIP(LoraStrategy):
         if phase != "warmup":
             return {**state, **merged.head, THETA: state[THETA] + merged.adapter[THETA]}
         sums: Arrays = {}
-        for name, delta in merged.once.items():
+        for name, value in merged.once.items():
+            if name == _MOMENT:  # of all nodes together
+                sums[name] = state.get(name, torch.zeros_like(value)) + value
+                continue
             node = name.removeprefix(_DELTA)
-            for prefix, value in ((_SUM, delta), (_SQUARE, delta.square()), (_COUNT, torch.ones(()))):
-                sums[prefix + node] = state.get(prefix + node, torch.zeros_like(value)) + value
+            for prefix, term in ((_SUM, value), (_SQUARE, value.square()), (_COUNT, torch.ones(()))):
+                sums[prefix + node] = state.get(prefix + node, torch.zeros_like(term)) + term
         return {**state, **merged.adapter, **merged.head, **sums}
 
     def finish_warmup(self, state: Arrays) -> Arrays:
-        """Turn the sums into profiles and loads, solve eq. 12, and start theta; the warm-up's head stays."""
-        profiles, sensitivity, energy, heterogeneity = self.statistics(state)
-        slots, signs = assign_slots(
-            profiles,
-            sensitivity,
-            energy,
-            heterogeneity,
-            self.dimension,
-            coefficients=self.params.coefficients,
-            seed=child_seed(self.config.seed, "hsip"),
-        )
-        rule = Projection(torch.from_numpy(slots), torch.from_numpy(signs).float(), self.dimension)
-        theta = self._initial_theta(state, rule)
-        return {
-            THETA: theta,
-            "slots": rule.slots.to(torch.int32),
-            "signs": rule.signs,
-            **self.head_of(state),
-        }
+        """Turn the sums into profiles and loads, solve eq. 12, and start theta.
 
-    def statistics(self, state: Arrays) -> tuple[np.ndarray[Any, Any], ...]:
+        The warm-up's head stays, unless the warm-up had no noise in a private run.
+        """
+        profiles, sensitivity, energy, heterogeneity = self.statistics(state)
+        slots, signs = np.empty(self.total, np.int64), np.empty(self.total, np.float32)
+        for where, first, dimension in self._blocks():
+            found = assign_slots(
+                profiles[where],
+                sensitivity[where],
+                energy[where],
+                heterogeneity[where],
+                dimension,
+                coefficients=self.params.coefficients,
+                balance=self.params.balance,
+                align_signs=self.params.align_signs,
+                seed=child_seed(self.config.seed, "hsip"),
+            )
+            slots[where], signs[where] = found[0] + first, found[1]
+        rule = Projection(torch.from_numpy(slots), torch.from_numpy(signs), self.dimension)
+        theta = self._initial_theta(state, rule)
+        head = self.head_of(state)
+        if self.raw_phases:
+            initial = initial_tensors(self.spec, self.config.seed, self.config.task.head)
+            head = {name: initial[name] for name in head}
+        return {THETA: theta, "slots": rule.slots.to(torch.int32), "signs": rule.signs, **head}
+
+    def _blocks(self) -> Iterator[tuple[NDArray[np.int64], int, int]]:
+        """Yield coordinates, first slot and number of slots of what is assigned by itself: all, or B and then A."""
+        if not self.params.separate_AB_slots:
+            yield np.arange(self.total), 0, self.dimension
+            return
+        of = {n: torch.full(s, float(n in self.spec.b)) for n, s in self.spec.lora.items()}
+        in_b = flatten(of, self.spec.lora).numpy()
+        of_b, of_a = np.flatnonzero(in_b == 1), np.flatnonzero(in_b == 0)
+        share = round(self.dimension * len(of_b) / self.total)
+        share = min(max(share, 1, self.dimension - len(of_a)), self.dimension - 1, len(of_b))
+        yield of_b, 0, share
+        yield of_a, share, self.dimension - share
+
+    def statistics(self, state: Arrays) -> tuple[Floats, Floats, Floats, Floats]:
         """Return u (D x K), s, e and h (D) from the warm-up's sums (FedHSIP, eq. 9 to 11).
 
         u is the mean change over its root mean square, e the mean square over clients, h the variance over
         clients of the mean change. s is the mean square less the floor that DP-SGD's own noise puts there
-        (lr^2 E sigma^2 C^2 / b^2 with SGD), at least zero: post-processing, no charge (design rule 12).
+        (lr^2 E sigma^2 C^2 / b^2 with SGD), at least zero: post-processing, no charge (design rule 12). Or it is a
+        mean of squared gradients, where those were collected.
+
+        Clients are gone through one at a time; of more than 32 the profiles' columns are mixed into 32 by a seeded
+        random matrix, which keeps the inner products of rows up to about 1 / sqrt 32 of their norms.
         """
         nodes = sorted(n.removeprefix(_SUM) for n in state if n.startswith(_SUM))
         if not nodes:
             raise Refusal("warmup", "no warm-up round had a valid reply, so there is nothing to assign by")
-        # A node that missed a round is averaged over those it took part in.
-        means = torch.stack([state[_SUM + n].double() / state[_COUNT + n] for n in nodes], 1)
-        squares = torch.stack([state[_SQUARE + n].double() / state[_COUNT + n] for n in nodes], 1)
-        profiles = means / (squares + 1e-12).sqrt()
-        floors = torch.tensor([self._noise_floor(n) for n in nodes], dtype=torch.float64)
-        sensitivity = (squares - floors).clamp_min(0).mean(1)
-        heterogeneity = means.var(1, unbiased=False)
-        return tuple(v.numpy() for v in (profiles, sensitivity, squares.mean(1), heterogeneity))
+        width = min(len(nodes), _MOST_COLUMNS)
+        profiles = np.zeros((self.total, width))
+        sensitivity, energy, mean, spread = (np.zeros(self.total) for _ in range(4))
+        for seen, node in enumerate(nodes):
+            # A node that missed a round is averaged over those it took part in.
+            rounds = float(state[_COUNT + node])
+            change = state[_SUM + node].double().numpy() / rounds
+            square = state[_SQUARE + node].double().numpy() / rounds
+            profile = change / np.sqrt(square + 1e-12)
+            if width == len(nodes):
+                profiles[:, seen] = profile
+            else:
+                for column, weight in enumerate(self._mixing(node, width)):
+                    profiles[:, column] += weight * profile
+            sensitivity += np.maximum(square - self._noise_floor(node), 0) / len(nodes)
+            energy += square / len(nodes)
+            step = change - mean  # Welford: the variance of changes that are nearly equal
+            mean += step / (seen + 1)
+            spread += step * (change - mean)
+        if _MOMENT in state:
+            sensitivity = state[_MOMENT].double().numpy()
+        return profiles, sensitivity, energy, spread / len(nodes)
+
+    def _mixing(self, node: str, width: int) -> Floats:
+        """Return what a client's profile weighs in each column: N(0, 1 / width), from the run's seed."""
+        key = child_seed(self.config.seed, "profile-sketch", node)
+        return np.random.Generator(np.random.Philox(key)).standard_normal(width) / math.sqrt(width)
 
     def _noise_floor(self, node: str) -> float:
         """Mean square that DP noise alone gives one coordinate's change in a round; 0 where it is not known."""
         train, privacy = self.config.train, self.config.privacy
-        if not privacy.private or train.optimizer != "sgd" or train.momentum:
+        if not privacy.private or self.raw_phases or train.optimizer != "sgd" or train.momentum:
             return 0.0
         plan = self.run.nodes[node]
         step = (self.params.warmup_lr or train.lr) * plan.sigma * (privacy.clip or 0.0) / train.batch_size
@@ -225,15 +360,20 @@ class FedHSIP(LoraStrategy):
             session.model.load({**received.adapter, **head})
             factors = Factors(session.model, [*self.spec.lora, *self.trained_head])
             session.train(factors, lr=self.params.warmup_lr)
-            adapter = session.model.read(self.spec.lora)
-        else:
-            rule = self._client_rule(received, session)
-            session.model.load(head)
-            start = received.adapter[THETA]
-            offset = unflatten(self._offset_vector(), self.spec.lora)
-            trained = Projected(session.model, rule, start, offset, list(self.trained_head))
-            session.train(trained)
-            adapter = {THETA: trained.theta.detach().cpu() - start}
+            moments: Arrays = {}
+            if self._moments:
+                found = session.moments(factors, self.params.sensitivity)
+                moments = {name + _MOMENT: found[name] for name in self.spec.lora}
+            if not self.raw_phases:
+                self.keep_head(session)
+            return Payload(session.model.read(self.spec.lora), session.model.read(self.shared_head), moments)
+        rule = self._client_rule(received, session)
+        session.model.load(head)
+        start = received.adapter[THETA]
+        offset = unflatten(self._offset_vector(), self.spec.lora)
+        trained = Projected(session.model, rule, start, offset, list(self.trained_head))
+        session.train(trained)
+        adapter = {THETA: trained.theta.detach().cpu() - start}
         self.keep_head(session)
         return Payload(adapter=adapter, head=session.model.read(self.shared_head))
 
@@ -279,23 +419,28 @@ class FedHSIP(LoraStrategy):
 
 
 class WarmupMerger(WeightedMean):
-    """The weighted mean of the factors, and each node's change of them as one vector (D,)."""
+    """The weighted mean of the factors, each node's change of them as one vector (D,), and the mean of any moments."""
 
     def __init__(self, state: Arrays, shapes: Shapes) -> None:
         super().__init__()
         self._shapes = shapes
         self._before = flatten(state, shapes)
         self._deltas: Arrays = {}
+        self._moments = WeightedMean()
 
     def add(self, node: str, payload: Payload, weight: float) -> None:
         """Take one reply."""
         super().add(node, payload, weight)
         self._deltas[_DELTA + node] = flatten(payload.adapter, self._shapes) - self._before
+        if payload.once:
+            names = {n + _MOMENT: s for n, s in self._shapes.items()}
+            self._moments.add(node, Payload({_MOMENT: flatten(payload.once, names)}), weight)
 
     def mean(self) -> Payload:
         """Return the mean, with the changes as one-off material for the server itself."""
         merged = super().mean()
-        return Payload(adapter=merged.adapter, head=merged.head, once=self._deltas)
+        once = {**self._deltas, **self._moments.mean().adapter}
+        return Payload(adapter=merged.adapter, head=merged.head, once=once)
 
 
 # --- the rule on the wire: one index a coordinate and one bit for its sign ----------------------

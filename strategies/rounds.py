@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -115,6 +115,7 @@ class RoundStrategy(Strategy):
     warmup_phases: tuple[str, ...] = ("warmup",)
     releases: ClassVar[Mapping[str, str]] = {}
     dropout: Dropout = "accept"
+    raw_phases: Collection[str] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -440,7 +441,11 @@ class RoundStrategy(Strategy):
 
     def _charge(self, plan: Round, phase: str, request: Request, outcome: Reply | Failed) -> None:
         """Count what the phase cost; a failure counts in full unless the node says that it charged nothing."""
-        if not self.config.privacy.private or self.releases.get(phase) != "dp-sgd":
+        if (
+            not self.config.privacy.private
+            or self.releases.get(phase) != "dp-sgd"
+            or phase in self.raw_phases
+        ):
             return
         # A node that was asked before the run was stopped may have been charged for that try.
         again = self.run.resumed is not None and plan.number == self.run.resumed.round + 1

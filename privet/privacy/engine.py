@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from privet.errors import ConfigError
 from privet.privacy.low_rank import ProductPart, WeightProduct
+from privet.privacy.moments import Weights
 from privet.privacy.parts import LinearPart, Part, ProjectedParameters, ProjectedPart, uneven_rows
 from privet.privacy.per_sample import Fold, InputKeeper, OuterTap, StandIn, Tap, is_linear, is_transposed
 from privet.privacy.pullback import Pullback, PulledPart
@@ -219,6 +220,35 @@ class GradientEngine:
             else:
                 self._sums[name] = tensor
         return clipped
+
+    @torch.no_grad()
+    def second_moments(self, rows: int, weights: Weights) -> dict[str, Tensor]:
+        """Return ``sum_i f(|g_i|) g_i^2`` of one micro-batch, entry by entry, by parameter name; not private.
+
+        Called in place of :meth:`accumulate`; the sum of the step stays as it is. An example whose gradient is not
+        finite counts as zero.
+
+        Parameters
+        ----------
+        rows : int
+            Number of examples in the micro-batch.
+        weights : callable
+            f, one of :data:`privet.privacy.moments.KINDS`.
+        """
+        self._require_attached()
+        try:
+            parts = self._recorded(rows)
+            norms = torch.stack([p.squared_norms().to(parts[0].device) for p in parts]).sum(0).sqrt()
+            finite = norms.isfinite()
+            for part in parts:
+                part.zero_rows(finite.logical_not().to(part.device))
+            factors = weights(norms, self._clip).where(finite, 0.0)
+            sums: dict[str, Tensor] = {}
+            for part in parts:
+                sums.update(part.squared_sum(factors.to(part.device, part.dtype)))
+            return sums
+        finally:
+            self.discard()
 
     def refuse_mixing(self, losses: Tensor) -> None:
         """Measure that the gradient of one example's loss stays in that example's rows; nothing is kept of it.

@@ -75,6 +75,10 @@ class Part(ABC):
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
         """``sum_i factors_i g_i`` over the examples, by name, for `factors` (rows,), as :meth:`noise` is shaped."""
 
+    def squared_sum(self, factors: Tensor) -> dict[str, Tensor]:
+        """``sum_i factors_i g_i^2`` over the examples, entry by entry, by name, for `factors` (rows,)."""
+        raise ConfigError(f"{self.name} has no second moments by coordinate")
+
     @abstractmethod
     def clear(self) -> None:
         """Free everything kept per example."""
@@ -174,6 +178,21 @@ class LinearPart(Part):
                 sums[self._weight_name] = self._layout.swap(flat.view(self._weight.shape[1:]))
         if self._bias_name is not None and self._bias is not None:
             sums[self._bias_name] = factors @ self._bias
+        return sums
+
+    def squared_sum(self, factors: Tensor) -> dict[str, Tensor]:
+        """Sum squares over the examples with their factors, in the layout of the parameters."""
+        sums = {}
+        if self._weight_name is not None:
+            if self._outer is not None:
+                x, g = (t.square() for t in self._outer)
+                g = g * factors[:, None]
+                sums[self._weight_name] = x.t() @ g if self._transposed else g.t() @ x
+            elif self._weight is not None:
+                flat = factors @ self._weight.flatten(1).square()
+                sums[self._weight_name] = self._layout.swap(flat.view(self._weight.shape[1:]))
+        if self._bias_name is not None and self._bias is not None:
+            sums[self._bias_name] = factors @ self._bias.square()
         return sums
 
     def clear(self) -> None:
