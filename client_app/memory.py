@@ -76,6 +76,20 @@ def commit(store: NodeStore, pending: Mapping[str, Any]) -> None:
             store.remove_tensors(old)
 
 
+def kept_files(store: NodeStore, run: str) -> set[str]:
+    """Return the names of the tensors that a run keeps now."""
+    index = store.load_json(_index(run)) or {"files": {}}
+    return {file for file, _ in index["files"].values()}
+
+
+def forget(store: NodeStore, run: str) -> None:
+    """Remove all arrays that a run keeps; what a method recalls then is nothing."""
+    files = kept_files(store, run)
+    store.remove_json(_index(run))
+    for file in files:
+        store.remove_tensors(file)
+
+
 def safe_run(run: str) -> str:
     """Return a run's name if it cannot leave the store's folder; raises Refusal."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", run) or ".." in run:

@@ -21,6 +21,7 @@ from flwr.app import RecordDict
 
 from client_app.memory import KeptArrays, commit, safe_run
 from client_app.node_config import NodeConfig
+from client_app.retention import is_purged, purge
 from client_app.scoring import refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
@@ -221,6 +222,7 @@ class _Phase:
         self._on_charge = on_charge
         self._kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
         self._flags: list[str] = []
+        self._begins = False
         self._diagnostics: Diagnostics | None = None
 
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
@@ -353,12 +355,15 @@ class _Phase:
             "planned_steps": request.planned_steps,
         }
         frozen = self._store.load_json(name)
+        if is_purged(frozen):
+            raise Refusal("purged", "what this node kept of the run was purged, so the run cannot go on here")
         if frozen is None:
             if request.met and self._config.privacy.private:
                 raise Refusal("store-lost", "this node answered before, but its store and ledger are gone")
             if request.met:
                 self.flag("store-lost")
             frozen = {**facts, "round": request.round}
+            self._begins = True
         for key, what in (
             ("config", "the configuration"),
             ("code", "the code"),
@@ -376,6 +381,11 @@ class _Phase:
         """Put on record what :meth:`_freeze` compares with; a request that was refused has moved nothing."""
         name, facts = self._frozen
         self._store.save_json(name, facts)
+        if self._begins and self._node.retention_days is not None:
+            try:
+                purge(self._store, older_than=self._node.retention_days, spare=self._request.run)
+            except (PrivetError, OSError):
+                log.exception("what earlier runs left could not be purged")
 
     def _check_sigma(self) -> None:
         """Recompute the noise from this node's own q and refuse a lower one (design rule 9)."""

@@ -15,9 +15,10 @@ import re
 import stat
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -32,6 +33,8 @@ _VERSION = 1
 _SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # no leading dot: those are temporary files
 _KEPT_REPLIES = 4
 _CONTENTS = ("ledger.jsonl", "ledger.head", "tensors", "json", "replies")
+TOKENS = "tokens"
+"""Folder of tokenised rows: private data, which can be made again from the node's table."""
 _POLL = 0.05  # seconds between two looks at a lock that another process holds
 
 
@@ -126,6 +129,21 @@ class NodeStore:
         path = self._path("tensors", name, ".safetensors")
         raw = self._read(path)
         return None if raw is None else _decode(raw, path)[0]
+
+    def names(self, folder: Literal["json", "tensors"]) -> list[str]:
+        """Return the names under which JSON values or tensors are kept."""
+        suffix = {"json": ".json", "tensors": ".safetensors"}[folder]
+        found = self._inside(folder).glob(f"*{suffix}")
+        return sorted(p.name.removesuffix(suffix) for p in found if not p.name.startswith("."))
+
+    def files(self, folder: str) -> list[Path]:
+        """Return the files of a folder of this store."""
+        paths = self._inside(folder).rglob("*")
+        return sorted(p for p in paths if p.is_file() and not p.is_symlink())
+
+    def remove_json(self, name: str) -> None:
+        """Forget the JSON value kept under `name`, if there is one."""
+        self._path("json", name, ".json").unlink(missing_ok=True)
 
     def has_tensors(self, name: str) -> bool:
         """Whether tensors are kept under `name`."""
@@ -318,6 +336,34 @@ class NodeStore:
             return None
         except OSError as err:
             raise StoreError(f"{path} cannot be read: {err.strerror}") from None
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """Whose store a folder is, of which version, and whether it has had a ledger."""
+
+    node: str
+    version: int
+    ledger: bool
+
+
+def read_facts(root: Path) -> StoreFacts:
+    """Return whose store `root` is, without opening or changing it.
+
+    Raises
+    ------
+    StoreError
+        If it is no store or its marker is damaged.
+    """
+    path = Path(root) / "node.json"
+    try:
+        raw = path.read_bytes()
+    except OSError as err:
+        raise StoreError(f"{root} is no node's store: node.json: {err.strerror}") from None
+    marker = _open_envelope(raw, path)
+    if not isinstance(marker, dict) or set(marker) != {"node", "version", "ledger"}:
+        raise StoreError(f"{path} is damaged: restore it from a backup")
+    return StoreFacts(**marker)
 
 
 def _safe(name: str) -> str:
