@@ -128,7 +128,7 @@ def _files_of(store: NodeStore, run: str) -> list[Path]:
 
 def _remove(store: NodeStore, run: str) -> None:
     """Remove a run's state. The mark comes first: a crash in between must not make it a run that never was."""
-    frozen = store.load_json(f"{_RUN}{run}") or {} or {}
+    frozen = store.load_json(f"{_RUN}{run}") or {}
     mark = {key: frozen[key] for key in ("config", "code", "round") if key in frozen}
     store.save_json(f"{_RUN}{run}", {**mark, "purged": utc_now()})
     forget(store, safe_run(run))
