@@ -3,6 +3,7 @@
 #   make run     set up .venv and run the main job (fedhsip, epsilon 6, the tweets task)
 #   make test    set up .venv and run every check
 #   make bench   time and memory of a private step against the same step without privacy (about 25 minutes)
+#   make bench-device    the same on a CUDA GPU (under 5 minutes)
 #
 # Variables:
 #   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"; options of `make bench`
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install run check test bench lint format clean
+.PHONY: install run check test bench bench-device lint format clean
 
 install: $(STAMP)
 
@@ -50,7 +51,11 @@ test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.step --json runs/bench.json $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.step --json runs/bench.json --markdown runs/bench.md $(ARGS)
+	$(if $(wildcard benchmarks/assignment.py),$(BIN)/python -m benchmarks.assignment)
+
+bench-device: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.device --json runs/bench-device.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,6 @@ from benchmarks.steps import Mechanism, Private, PrivateProjected, Step
 from benchmarks.variants import BY_KEY, PRIVATE, PRIVET, Variant
 
 _NO_CLIP = 1e6
-_OPACUS_EPSILON = 1e-6  # it scales by C / (norm + 1e-6)
 
 
 class WrongStepError(AssertionError):
