@@ -47,8 +47,10 @@ def federation() -> Callable[..., FederationConfig]:
             min_replies=1,
             timeout=60.0,
             weighting="auto",
+            upload="float32",
             cpus_per_client=1,
             gpus_per_client=0.0,
+            upload="float32",
             partition=PartitionConfig(**{**values, **split}),
         )
 
