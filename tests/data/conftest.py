@@ -50,7 +50,6 @@ def federation() -> Callable[..., FederationConfig]:
             upload="float32",
             cpus_per_client=1,
             gpus_per_client=0.0,
-            upload="float32",
             partition=PartitionConfig(**{**values, **split}),
         )
 
