@@ -198,6 +198,25 @@ class NodeConfig:
 # --- values ----------------------------------------------------------------------------------------
 
 
+def parse_node_config(text: str) -> dict[str, Any]:
+    """Read ``key=value ...`` or the path of a TOML file as ``flower-supernode --node-config`` does.
+
+    Raises
+    ------
+    ConfigError
+        If the file or the text cannot be read.
+    """
+    from flwr.common.config import parse_config_args
+
+    try:
+        return parse_config_args([text])
+    except OSError as error:
+        raise ConfigError(f"the node configuration {text} cannot be read: {error.strerror}") from None
+    except Exception as error:  # whatever the TOML reader or Flower's command line raises
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the node configuration is not key=value with texts in quotes: {reason}") from None
+
+
 def _number(raw: Mapping[str, Any], key: str, *, below: float = math.inf) -> float | None:
     """Return a finite number above 0 and below `below`; None where the key is not set."""
     value = raw.get(key)

@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, ledger.
+"""The ``privet`` command: run, check, methods, ledger, compare; an operator's verbs are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.
@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from privet import operate
 from privet.config import compose
 from privet.errors import PrivetError
 
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
     compare.add_argument("--out", type=Path, default=Path("comparison"), help="default: ./comparison")
     compare.set_defaults(handler=_compare)
+    operate.add_commands(commands)
     return parser
 
 

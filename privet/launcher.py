@@ -257,7 +257,7 @@ class _Launch:
         A script of the same name comes first in PATH. If it cannot run (a folder mounted noexec),
         the search goes on to the real command and only this log is lost.
         """
-        real = _command(_SIMULATION)
+        real = command_path(_SIMULATION)
         shim = self.root / "bin" / _SIMULATION
         pid, program, log = (shlex.quote(str(p)) for p in (self.pid_file, real, self.logs / "simulation.log"))
         shim.write_text(f'#!/bin/sh\necho $$ >{pid}\nexec {program} "$@" >>{log} 2>&1\n')
@@ -302,7 +302,7 @@ class _Launch:
         reply = self._flwr("run", str(staged), "--run-config", str(config), "--federation-config", settings)
         run_id = reply.get("run-id")
         if not reply.get("success") or not run_id:
-            raise LaunchError(f"Flower refused the run: {_reply_error(reply)}")
+            raise LaunchError(f"Flower refused the run: {reply_error(reply)}")
         return str(run_id)
 
     def wait(self, run_id: str) -> Outcome:
@@ -408,7 +408,7 @@ class _Launch:
         with log.open("ab") as sink:
             try:
                 process = subprocess.Popen(
-                    [_command(command[0]), *command[1:]],
+                    [command_path(command[0]), *command[1:]],
                     cwd=self.root / "cwd",
                     env=self.env,
                     stdin=subprocess.DEVNULL,
@@ -440,7 +440,7 @@ class _Launch:
             text = out.read().decode(errors="replace")
         with log.open("a", encoding="utf-8") as sink:
             sink.write(f"$ flwr {verb} {' '.join(args)}\n{text.rstrip()}\n")
-        return _json_object(text) or {"error-message": _last_line_of(text) or _last_line(log)}
+        return json_object(text) or {"error-message": _last_line_of(text) or _last_line(log)}
 
     def _save_ray_logs(self) -> None:
         """Move what Ray logged to ``logs/ray``; Ray's own folder goes with the temporary files."""
@@ -602,7 +602,8 @@ def failure_reason(detail: str, log: str) -> str:
     return _one_line(re.sub(r"^ERROR\s*:?\s*", "", errors[-1])) if errors else ""
 
 
-def _reply_error(reply: Mapping[str, Any]) -> str:
+def reply_error(reply: Mapping[str, Any]) -> str:
+    """One line on why a ``flwr`` command with JSON output failed."""
     for key in ("error-message", "error", "message"):
         if reply.get(key):
             lines = [line.strip() for line in _COLOUR.sub("", str(reply[key])).splitlines() if line.strip()]
@@ -610,7 +611,8 @@ def _reply_error(reply: Mapping[str, Any]) -> str:
     return "no reason given"
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the one JSON object in what a ``flwr`` command printed; None where there is none."""
     start, end = text.find("{"), text.rfind("}")
     if start < 0 or end < start:
         return None
@@ -649,7 +651,7 @@ def _last_line_of(text: str) -> str:
 # --- the machine ---------------------------------------------------------------------------------
 
 
-def _command(name: str) -> str:
+def command_path(name: str) -> str:
     """Path of a command of this environment, activated or not."""
     here = Path(sysconfig.get_path("scripts")) / name
     if here.exists():
