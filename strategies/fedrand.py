@@ -4,16 +4,19 @@ Each round a node tosses a coin for all modules together: it starts from the ser
 last participation, or the other way round, trains both, keeps both, and sends the half that it took from the
 server. The server never sees both halves of one client in one round. That is no formal privacy; under DP both
 halves are in the clipped and noised vector, also the one that stays.
+
+``subset=layers``, beyond the paper: every module tosses a coin of its own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 
-from privet.adapters import Shapes, count
+from privet.adapters import Shapes, TargetModule, count
 from privet.config import Bounds
 from privet.seeding import child_seed
 from privet.trainables import Factors
@@ -40,12 +43,15 @@ class FedRandParams:
         Divide each half's sum by its own weight (eq. 8 to 10). Without (ablation), by all replies' weight.
     past_parameters : bool
         Start the kept half from the node's last participation. Without (ablation), from the server's.
+    subset : {"all", "layers"}
+        One coin for all modules together, or one for each.
     """
 
     rho: Annotated[float, Bounds(gt=0, lt=1)]
     round0: Literal["server", "local"]
     normalise: bool
     past_parameters: bool
+    subset: Literal["all", "layers"]
 
 
 class FedRand(LoraStrategy):
@@ -60,20 +66,37 @@ class FedRand(LoraStrategy):
         """Both factors: the download, and what trains."""
         return self.spec.lora
 
+    @property
+    def _groups(self) -> list[tuple[TargetModule, ...]]:
+        """Modules that share a coin."""
+        targets = self.spec.targets
+        return [targets] if self.params.subset == "all" else [(t,) for t in targets]
+
+    def _half(self, group: tuple[TargetModule, ...], *, sends_a: bool) -> Shapes:
+        """Return one half of some modules."""
+        half = self.spec.a if sends_a else self.spec.b
+        return {n: half[n] for n in (t.a if sends_a else t.b for t in group)}
+
     # --- server half -----------------------------------------------------------------------------
 
     def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
-        """The larger half and the head, for the plan; the smaller one comes as well."""
-        return max(self.spec.a, self.spec.b, key=count), self.shared_head
+        """The most that a reply carries and the head, for the plan; smaller halves come as well."""
+        most: Shapes = {}
+        for group in self._groups:
+            a, b = (self._half(group, sends_a=sends_a) for sends_a in (True, False))
+            most |= a if count(a) >= count(b) else b
+        return most, self.shared_head
 
     def check_upload(self, phase: str, payload: Payload) -> None:
-        """Accept exactly one half."""
-        half = self.spec.a if set(payload.adapter) & set(self.spec.a) else self.spec.b
+        """Accept exactly one half of all modules, or of each."""
+        half: Shapes = {}
+        for group in self._groups:
+            half |= self._half(group, sends_a=any(t.a in payload.adapter for t in group))
         check_payload(payload, half, self.shared_head)
 
     def merger(self, phase: str, state: Arrays) -> Merger:
-        """Average each half over those who sent it."""
-        return WeightedMean() if self.params.normalise else UnnormalisedHalves(set(self.spec.a))
+        """Average each array over those who sent it."""
+        return WeightedMean() if self.params.normalise else UnnormalisedMean()
 
     # An empty half needs nothing: `update` leaves what was not sent as it is (the "otherwise" of eq. 9 and 10).
 
@@ -81,14 +104,22 @@ class FedRand(LoraStrategy):
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Mix the server's half with the kept one, train both, keep both, send one."""
-        sends_a = session.chance("fedrand-half") < self.params.rho
-        half, other = (self.spec.a, self.spec.b) if sends_a else (self.spec.b, self.spec.a)
+        half = self._toss(session)
+        other = {n: s for n, s in self.spec.lora.items() if n not in half}
         start = {**received.adapter, **self._own_half(other, session)}
         session.model.load({**start, **self.client_head(received, session)})
         session.train(Factors(session.model, [*self.trained, *self.trained_head]))
         self.keep_head(session)
         session.keep(_FACTORS, session.model.read(self.spec.lora))
         return Payload(session.model.read(half), session.model.read(self.shared_head))
+
+    def _toss(self, session: Session) -> Shapes:
+        """Return what comes from the server and goes back to it: a half of all modules, or of each."""
+        half: Shapes = {}
+        for group in self._groups:
+            purpose = "fedrand-half" if self.params.subset == "all" else f"fedrand-half/{group[0].name}"
+            half |= self._half(group, sends_a=session.chance(purpose) < self.params.rho)
+        return half
 
     def _own_half(self, other: Shapes, session: Session) -> Arrays:
         """Return what replaces the server's values: the kept half, in round 0 perhaps both, or nothing."""
@@ -121,28 +152,20 @@ class FedRand(LoraStrategy):
         return {**received.adapter, **received.head, **factors, **(local or {})}
 
 
-class UnnormalisedHalves(WeightedMean):
-    """The ablation without normalisation: a half shrinks by the weight of those who did not send it.
+class UnnormalisedMean(WeightedMean):
+    """The ablation without normalisation: an array shrinks by the weight of those who did not send it."""
 
-    Parameters
-    ----------
-    first : set of str
-        Names of the first half's arrays.
-    """
-
-    def __init__(self, first: set[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._first = first
-        self._mass = {True: 0.0, False: 0.0}
+        self._all: list[float] = []
 
     def add(self, node: str, payload: Payload, weight: float) -> None:
         """Add one reply."""
         super().add(node, payload, weight)
-        self._mass[bool(set(payload.adapter) & self._first)] += weight
+        self._all.append(weight)
 
     def mean(self) -> Payload:
-        """Return the sums over the weight of all replies; a half that nobody sent is not there."""
-        merged = super().mean()
-        total = sum(self._mass.values())
-        halves = {n: v * (self._mass[n in self._first] / total) for n, v in merged.adapter.items()}
-        return Payload(adapter=halves, head=merged.head)
+        """Return the sums over the weight of all replies; an array that nobody sent is not there."""
+        merged, total = super().mean(), math.fsum(self._all)
+        arrays = {n: v * (math.fsum(self._weights["adapter", n]) / total) for n, v in merged.adapter.items()}
+        return Payload(adapter=arrays, head=merged.head)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Message
@@ -110,7 +111,14 @@ def test_both_halves_or_a_part_of_one_are_refused() -> None:
 class StubSession:
     """A session whose coin, kept arrays and training are given."""
 
-    def __init__(self, method: FedRand, *, coin: float, kept: Arrays | None, round_number: int = 3) -> None:
+    def __init__(
+        self,
+        method: FedRand,
+        *,
+        coin: float | Callable[[str], float],
+        kept: Arrays | None,
+        round_number: int = 3,
+    ) -> None:
         self.model = load_model(method.config)
         self.round = round_number
         self.coin = coin
@@ -127,7 +135,7 @@ class StubSession:
                 leaf.add_(1)
 
     def chance(self, purpose: str) -> float:
-        return self.coin
+        return self.coin(purpose) if callable(self.coin) else self.coin
 
     def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
         return self.store.get(name)
@@ -236,6 +244,120 @@ def test_a_real_node_tosses_its_own_coin(run: Run, tmp_path: Path) -> None:
 def test_rho_must_leave_a_choice(rho: str) -> None:
     with pytest.raises(ConfigError, match=r"method\.rho"):
         fedrand(f"method.rho={rho}")
+
+
+# --- a coin for every module, beyond the paper ---------------------------------------------------
+
+
+def test_with_layers_every_module_tosses_its_own_coin() -> None:
+    method = fedrand("method.subset=layers")
+    server, kept = random_state(method, 1), random_state(method, 2)
+    coins = {t.name: c for t, c in zip(method.spec.targets, (0.1, 0.9, 0.7, 0.2), strict=True)}
+    tossed: list[str] = []
+
+    def coin(purpose: str) -> float:
+        tossed.append(purpose)
+        (value,) = (v for name, v in coins.items() if purpose.endswith(name))
+        return value
+
+    session = StubSession(method, coin=coin, kept={n: kept[n] for n in method.spec.lora})
+    reply = method.client("train", method.download("train", server, False), session)
+    method.check_upload("train", reply)
+    assert len(set(tossed)) == len(tossed) == 4
+    sent = {t.a if coins[t.name] < 0.5 else t.b for t in method.spec.targets}
+    assert set(reply.adapter) == sent
+    for name in method.spec.lora:
+        assert torch.equal(session.started[name], (server if name in sent else kept)[name]), name
+        torch.testing.assert_close(session.store["factors"][name], session.started[name] + 1)
+    assert set(session.trained) == {*method.spec.lora, *method.spec.head}  # rule 4
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_with_layers_every_array_is_averaged_over_those_who_sent_it(normalise: bool) -> None:
+    method = fedrand("method.subset=layers", f"method.normalise={str(normalise).lower()}")
+    rng = np.random.default_rng(3)
+    state, replies, expected = start(method), [], {n: [0.0, 0.0] for n in method.spec.lora}
+    for weight in (1.0, 2.0, 4.0):
+        reply: Arrays = {}
+        for t in method.spec.targets[:-1]:
+            name = str(rng.choice([t.a, t.b]))
+            reply[name] = torch.full(method.spec.lora[name], float(rng.integers(1, 9)))
+        last = method.spec.targets[-1].a  # nobody sends its B
+        reply[last] = torch.ones(method.spec.lora[last])
+        for name, value in reply.items():
+            expected[name][0] += weight * float(value[0, 0])
+            expected[name][1] += weight
+        replies.append((reply, weight))
+    after = merge(method, state, replies)
+    seen = set()
+    for name, (total, weight) in expected.items():
+        want = (
+            state[name]
+            if not weight
+            else torch.full_like(state[name], total / (weight if normalise else 7.0))
+        )
+        torch.testing.assert_close(after[name], want)
+        seen.add(weight)
+    assert len(seen) > 2  # parts of the replies, all and none
+
+
+def test_with_layers_exactly_one_half_of_every_module_is_accepted() -> None:
+    method = fedrand("method.subset=layers")
+    a, b = halves(method, 1.0)
+    head = {n: torch.zeros(s) for n, s in method.shared_head.items()}
+    first, second = method.spec.targets[:2]
+    mixed = {**a, first.b: b[first.b]}
+    del mixed[first.a]
+    for good in (a, b, mixed):
+        method.check_upload("train", Payload(good, head))
+    with pytest.raises(Refusal):
+        fedrand().check_upload("train", Payload(mixed, head))
+    for bad in (
+        {**a, **b},
+        {**mixed, first.a: a[first.a]},
+        {n: v for n, v in mixed.items() if n != second.a},
+        {**mixed, second.a: a[second.a][:1]},
+        {},
+    ):
+        with pytest.raises(Refusal):
+            method.check_upload("train", Payload(bad, head))
+
+
+def test_the_plan_counts_the_larger_half_of_every_module() -> None:
+    """Where m and n differ, a mixture may be larger than either half."""
+    wide = ["model.lora.targets=[dense]"]  # 32 x 32, 64 x 32 and 32 x 64
+    both, layers = (fedrand(*wide, f"method.subset={s}") for s in ("all", "layers"))
+    most = sum(4 * max(t.out, t.inp) for t in layers.spec.targets)
+    assert count(layers.upload_shapes("train")[0]) == most
+    assert count(both.upload_shapes("train")[0]) == max(count(both.spec.a), count(both.spec.b)) < most
+
+
+def test_a_run_with_layers_sends_mixtures_and_averages_them(run: Run) -> None:
+    uploads = Uploads()
+    overrides = ["method=fedrand", "method.subset=layers", "evaluation=none"]
+    outcome = run(*overrides, tamper=uploads)
+    turned = run(*overrides, "privacy=none", reverse=True)
+    plain = run(*overrides, "privacy=none")
+    for each in (outcome, turned, plain):
+        if each.error:
+            raise each.error
+    method = fedrand()
+    expected = start(method)
+    for number in (1, 2):
+        sent = [arrays for round_number, _, arrays in uploads.seen if round_number == number]
+        assert len(sent) == 3
+        for name in expected:
+            those = [s[name].double() for s in sent if name in s]
+            if those:
+                expected[name] = torch.stack(those).mean(0).float()
+    state = load_file(next((outcome.path / "checkpoints").glob("*.safetensors")))
+    for name in method.spec.lora:
+        torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-7)
+    assert any(set(s) not in (set(method.spec.a), set(method.spec.b)) for _, _, s in uploads.seen)
+    first, second = (load_file(next((o.path / "checkpoints").glob("*.safetensors"))) for o in (turned, plain))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    traffic = outcome.json("communication.json")["rounds"][-1]["nodes"]["client-0"]["upload"]
+    assert traffic["numbers"]["adapter"] == 512  # 32 x 32 throughout: half of D whatever the coins
 
 
 # --- whole runs ----------------------------------------------------------------------------------
