@@ -37,19 +37,37 @@ def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     [
         ("fedavg", 294_912, 294_912),
         ("ffa_lora", 147_456, 147_456),
+        ("fedpara", 294_912, 294_912),
+        ("fedsvd", 147_456, 294_912),
+        ("fedsvd method.period=0", 147_456, 147_456),
+        ("fedsa", 147_456, 147_456),
+        ("fedsa method.global_b=mean", 147_456, 147_456),
+        ("fedper", 49_152, 49_152),
+        ("fedper method.shared_layers=4", 98_304, 98_304),
         ("fedhsip", 46_080, 46_080),
+        ("unilora", 46_080, 46_080),
         ("probe", 0, 0),
     ],
 )
 def test_numbers_of_a_round_are_the_papers(name: str, up: int, down: int, settings: list[str]) -> None:
-    config = compose([*settings, "model=roberta_base_random", f"method={name}", "federation.rounds=3"])
+    chosen = f"method={name}".split()
+    config = compose([*settings, "model=roberta_base_random", *chosen, "federation.rounds=3"])
     plan = make_plan(config).to_dict()
     assert (plan["per_round"]["upload_numbers"], plan["per_round"]["download_numbers"]) == (up, down)
     assert plan["per_round"]["upload_bytes"] == 4 * up
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"), [("fedavg", 294_912), ("ffa_lora", 147_456), ("fedhsip", 46_080)]
+    ("name", "numbers"),
+    [
+        ("fedavg", 294_912),
+        ("ffa_lora", 147_456),
+        ("fedpara", 294_912),
+        ("fedsa", 147_456),
+        ("fedper", 49_152),
+        ("fedhsip", 46_080),
+        ("unilora", 46_080),
+    ],
 )
 def test_real_messages_carry_these_numbers(run: Callable[..., Outcome], name: str, numbers: int) -> None:
     outcome = run(
@@ -57,7 +75,7 @@ def test_real_messages_carry_these_numbers(run: Callable[..., Outcome], name: st
         f"method={name}",
         "privacy=none",
         "federation.clients=1",
-        f"federation.rounds={2 if name == 'fedhsip' else 1}",
+        f"federation.rounds={2 if name in ('fedhsip', 'fedper') else 1}",
         "train.local_steps=1",
         "train.batch_size=2",
         "task.train_rows=8",
@@ -73,8 +91,8 @@ def test_real_messages_carry_these_numbers(run: Callable[..., Outcome], name: st
     traffic = outcome.json("communication.json")["rounds"][-1]["nodes"]["client-0"]
     assert traffic["upload"]["numbers"] == {"adapter": numbers, "head": 1538, "once": 0}
     assert traffic["upload"]["bytes"]["adapter"] == 4 * numbers
-    once = traffic["download"]["numbers"]["once"]
-    assert once == (294_912 + 36_864 + 32 if name == "fedhsip" else 0)
+    once = {"fedhsip": 294_912 + 36_864 + 32, "fedper": 294_912 - 49_152}.get(name, 0)
+    assert traffic["download"]["numbers"]["once"] == once
     assert outcome.json("summary.json")["upload_numbers"] == numbers
 
 
