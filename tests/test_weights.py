@@ -147,3 +147,16 @@ def test_no_loader_is_told_to_trust_code() -> None:
                     assert said.value is False, f"{file}:{call.lineno}"
                     loaders += 1
     assert loaders >= 3
+
+
+def test_a_run_does_not_start_with_a_node_that_has_other_weights(run: Any) -> None:
+    def tamper(sent: Any, reply: Any) -> Any:
+        record = reply.content.get("description")
+        if record is not None and record["node"] == "client-2":
+            record["weights"] = "sha256:1"
+        return reply
+
+    outcome = run("method=ffa_lora", tamper=tamper)
+    assert isinstance(outcome.error, Refusal)
+    assert "client-2 has other base weights than the server" in str(outcome.error)
+    assert not (outcome.path / "nodes").exists()  # nothing was trained or charged
