@@ -10,6 +10,9 @@ from client_app.store import NodeStore
 from privet.errors import Refusal
 from privet.wire import Arrays, check_arrays
 
+RUN_PREFIX = "run-"
+"""With this begin the names of :func:`run_name`, and no others."""
+
 
 class KeptArrays:
     """What one run keeps in a node's store, as one request sees it.
@@ -38,7 +41,7 @@ class KeptArrays:
 
     def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
         """Return the arrays of that name, or None; with `this_round` only those of this very round."""
-        files = (self._store.load_json(_index(self._run)) or {"files": {}})["files"]
+        files = (self._store.load_json(index_name(self._run)) or {"files": {}})["files"]
         if name not in files:
             return None
         file, kept_in = files[name]
@@ -65,7 +68,7 @@ def commit(store: NodeStore, pending: Mapping[str, Any]) -> None:
     """
     if not pending["files"]:
         return
-    index = _index(pending["run"])
+    index = index_name(pending["run"])
     before = store.load_json(index) or {"round": 0, "files": {}}
     if pending["round"] < before["round"] or not all(store.has_tensors(f) for f in pending["files"].values()):
         return
@@ -78,14 +81,14 @@ def commit(store: NodeStore, pending: Mapping[str, Any]) -> None:
 
 def kept_files(store: NodeStore, run: str) -> set[str]:
     """Return the names of the tensors that a run keeps now."""
-    index = store.load_json(_index(run)) or {"files": {}}
+    index = store.load_json(index_name(run)) or {"files": {}}
     return {file for file, _ in index["files"].values()}
 
 
 def forget(store: NodeStore, run: str) -> None:
     """Remove all arrays that a run keeps; what a method recalls then is nothing."""
     files = kept_files(store, run)
-    store.remove_json(_index(run))
+    store.remove_json(index_name(run))
     for file in files:
         store.remove_tensors(file)
 
@@ -97,5 +100,16 @@ def safe_run(run: str) -> str:
     return run
 
 
-def _index(run: str) -> str:
+def run_name(run: str) -> str:
+    """Name in the store of what holds a run to its first configuration, rows and order."""
+    return f"{RUN_PREFIX}{safe_run(run)}"
+
+
+def secret_name(run: str) -> str:
+    """Name in the store of this node's secret for a run."""
+    return f"secret-{safe_run(run)}"
+
+
+def index_name(run: str) -> str:
+    """Name in the store of the index of what a run keeps."""
     return f"kept-{safe_run(run)}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from flwr.app import RecordDict
 
-from client_app.memory import KeptArrays, commit, safe_run
+from client_app.memory import KeptArrays, commit, run_name, safe_run, secret_name
 from client_app.node_config import NodeConfig
 from client_app.retention import is_purged, purge
 from client_app.scoring import refuse_foreign_run, score_models
@@ -336,7 +336,7 @@ class _Phase:
 
     def _secret(self) -> int:
         """Return this node's secret for the run; made at first use."""
-        name = f"secret-{safe_run(self._request.run)}"
+        name = secret_name(self._request.run)
         kept = self._store.load_json(name)
         if kept is None:
             kept = {"secret": secrets.randbits(128)}
@@ -346,7 +346,7 @@ class _Phase:
     def _freeze(self, data: str, declared: int) -> None:
         """Hold the run to its first configuration, rows and order of rounds (design rule 13)."""
         request = self._request
-        name = f"run-{safe_run(request.run)}"
+        name = run_name(request.run)
         facts = {
             "config": request.config_hash,
             "code": request.code_hash,

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from client_app.memory import forget, kept_files, safe_run
+from client_app.memory import RUN_PREFIX, forget, index_name, kept_files, run_name, secret_name
 from client_app.store import TOKENS, NodeStore
+from privet.atomic import write_atomic
 from privet.errors import PrivetError
 from privet.privacy.ledger import utc_now
 
@@ -20,7 +21,6 @@ RECENT_DAYS = 1.0
 """A run whose last message is younger may still be going on."""
 
 _DAY = 86400.0
-_RUN, _SECRET = "run-", "secret-"
 
 
 @dataclass(frozen=True)
@@ -114,25 +114,27 @@ def is_purged(frozen: object) -> bool:
 def _open_runs(store: NodeStore) -> Iterator[str]:
     """Yield the runs of which more than a mark is kept."""
     for name in store.names("json"):
-        if name.startswith(_RUN) and not is_purged(store.load_json(name)):
-            yield name.removeprefix(_RUN)
+        if name.startswith(RUN_PREFIX) and not is_purged(store.load_json(name)):
+            yield name.removeprefix(RUN_PREFIX)
 
 
 def _files_of(store: NodeStore, run: str) -> list[Path]:
-    names = [f"{_RUN}{run}", f"kept-{run}", f"{_SECRET}{run}"]
-    files = [f for n in names for f in store.files("json") if f.name == f"{n}.json"]
-    kept = {f"{n}.safetensors" for n in kept_files(store, run)}
-    files += [f for f in store.files("tensors") if f.name in kept]
-    return files + [f for f in store.files("replies") if f.parent.name == run]
+    facts = {f"{name(run)}.json" for name in (run_name, index_name, secret_name)}
+    kept = {f"{name}.safetensors" for name in kept_files(store, run)}
+    return [
+        *(f for f in store.files("json") if f.name in facts),
+        *(f for f in store.files("tensors") if f.name in kept),
+        *(f for f in store.files("replies") if f.parent.name == run),
+    ]
 
 
 def _remove(store: NodeStore, run: str) -> None:
     """Remove a run's state. The mark comes first: a crash in between must not make it a run that never was."""
-    frozen = store.load_json(f"{_RUN}{run}") or {}
+    frozen = store.load_json(run_name(run)) or {}
     mark = {key: frozen[key] for key in ("config", "code", "round") if key in frozen}
-    store.save_json(f"{_RUN}{run}", {**mark, "purged": utc_now()})
-    forget(store, safe_run(run))
-    store.remove_json(f"{_SECRET}{run}")
+    store.save_json(run_name(run), {**mark, "purged": utc_now()})
+    forget(store, run)
+    store.remove_json(secret_name(run))
     folder = store.root / "replies" / run
     for file in folder.glob("*"):
         file.unlink()
@@ -145,8 +147,6 @@ def _remove(store: NodeStore, run: str) -> None:
 
 def _cut_log(log: Path, run: str) -> None:
     """Leave out a run's lines of the node's own log: losses and draws are about its rows."""
-    from privet.atomic import write_atomic
-
     kept = []
     for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
         try:

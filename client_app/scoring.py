@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from client_app.memory import KeptArrays, safe_run
+from client_app.memory import KeptArrays, run_name
 from client_app.node_config import NodeConfig
 from client_app.store import NodeStore
 from privet.adapters import adapter_spec, load_model, load_tokenizer
@@ -87,7 +87,7 @@ def scored_rows(node: NodeConfig, config: Config) -> Examples:
 
 def refuse_foreign_run(store: NodeStore, request: Request) -> None:
     """Refuse to score what was kept under another configuration or other code of the same run."""
-    frozen = store.load_json(f"run-{safe_run(request.run)}")
+    frozen = store.load_json(run_name(request.run))
     if frozen is None:
         return
     if frozen["config"] != request.config_hash or frozen["code"] != request.code_hash:

@@ -237,24 +237,21 @@ class AdaptedModel:
         """Change the frozen weights by exactly these deltas, by target."""
         for name in deltas:
             if name not in self._folded:
-                weight = self._frozen(name)
+                weight = self._frozen(name).weight
                 if not weight.is_floating_point():
                     raise ConfigError(
                         f"{name} is quantised: a method that changes the base model cannot use it"
                     )
                 self._folded[name] = weight.detach().clone()
         for name, before in self._folded.items():
-            weight = self._frozen(name)
-            weight.copy_(before)
+            layer, after = self._frozen(name), before
             if name in deltas:
-                delta = deltas[name].to(weight.device) * self.spec.scaling
-                module = self.module.backbone.get_submodule(name)
-                turned = delta.t() if isinstance(cast(Any, module).base_layer, Conv1D) else delta
-                weight.copy_(before.float() + turned)
+                delta = deltas[name].to(before.device) * self.spec.scaling
+                after = before.float() + (delta.t() if isinstance(layer, Conv1D) else delta)
+            layer.weight.copy_(after)
 
-    def _frozen(self, target: str) -> Tensor:
-        layer = cast(Any, self.module.backbone.get_submodule(target))
-        return cast(Tensor, layer.base_layer.weight)
+    def _frozen(self, target: str) -> nn.Linear | Conv1D:
+        return cast(nn.Linear, cast(Any, self.module.backbone.get_submodule(target)).base_layer)
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:

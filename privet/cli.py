@@ -17,6 +17,7 @@ from typing import Any
 
 from privet import operate
 from privet.config import compose
+from privet.environment import quiet_libraries
 from privet.errors import PrivetError
 
 
@@ -185,7 +186,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = compose(arguments.overrides)
-    _quiet_libraries()
+    quiet_libraries()
     from server_app.plan import make_plan
 
     plan = make_plan(config).to_dict()
@@ -195,7 +196,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _check_batch() -> int:
     """Plan every list of overrides on standard input; see :func:`privet.runner.check`."""
-    _quiet_libraries()
+    quiet_libraries()
     import torch
 
     from server_app.plan import make_plan
@@ -266,7 +267,7 @@ def _size(amount: float) -> str:
 
 def _methods(arguments: argparse.Namespace) -> int:
     """List the methods: messages and adapter numbers a round, what stays on a node, the paper."""
-    _quiet_libraries()
+    quiet_libraries()
     from server_app.catalogue import catalogue
 
     found = catalogue(arguments.overrides)
@@ -345,13 +346,6 @@ def _table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[
         ).rstrip()
         for r in rows
     ]
-
-
-def _quiet_libraries() -> None:
-    """Keep library chatter out of a command's output."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from privet.environment import FLOWER
 from privet.errors import ConfigError, PrivetError
 from privet.versions import installed
 from privet.wire import code_hash
@@ -31,16 +32,12 @@ BUNDLE = "bundle.json"
 """Code hash and package versions of the side that submits; ``privet doctor --bundle`` compares a node with it."""
 
 ENVIRONMENT = {
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
+    **FLOWER,
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
 }
-"""Settings of every process: nothing is installed at run time, nothing calls home."""
+"""Settings of every process of a deployment."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,40}")
 _FIRST_RUNTIME_PORT = 9094

@@ -35,6 +35,7 @@ from typing import IO, Any, Literal
 
 import psutil
 
+from privet.environment import FLOWER
 from privet.errors import ConfigError, PrivetError
 
 MARKER = "PRIVET_LAUNCH"
@@ -229,6 +230,7 @@ class _Launch:
     def _environment(self) -> dict[str, str]:
         env = dict(os.environ)
         env |= {
+            **FLOWER,
             MARKER: self.token,
             # Ray renames its processes over their environment, which would wipe the marker out.
             "SPT_NOENV": "1",
@@ -236,16 +238,11 @@ class _Launch:
                 [str(self.root / "bin"), sysconfig.get_path("scripts"), env.get("PATH", os.defpath)]
             ),
             "FLWR_HOME": str(self.root / "home"),
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_TMPDIR": str(self.root / "ray"),
-            "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(OBJECT_STORE_BYTES),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             # Workers started ahead lack the environment that Flower asks for, so they only cost time.
             "RAY_prestart_worker_first_driver": "0",
-            "PYTHONUNBUFFERED": "1",
         }
         env.setdefault("OMP_NUM_THREADS", "1")
         env.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from privet.environment import FLOWER, quiet_libraries
 from privet.errors import ConfigError, PrivetError
 
 _COMMAND_LIMIT = 60.0
@@ -137,8 +138,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError("--superlink and --root-certificates go together")
     if arguments.bundle is not None and arguments.bundle_hash is not None:
         raise ConfigError("--bundle and --bundle-hash do not go together")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet_libraries()
     bundle = None
     if arguments.bundle is not None:
         bundle = Bundle.read(arguments.bundle)
@@ -300,7 +300,7 @@ def flwr(*arguments: str) -> dict[str, Any]:
     """Run one of Flower's own commands and return its JSON answer; raises PrivetError with its reason."""
     from privet.launcher import command_path, json_object, reply_error
 
-    env = {**os.environ, "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    env = {**os.environ, **FLOWER}
     try:
         done = subprocess.run(
             [command_path("flwr"), *arguments, "--format", "json"],

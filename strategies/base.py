@@ -195,9 +195,15 @@ class LoraStrategy(RoundStrategy):
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Run one phase on a node and return what leaves it."""
         session.model.load({**received.adapter, **self.client_head(received, session)})
-        session.train(Factors(session.model, [*self.trained, *self.trained_head]))
+        factors = Factors(session.model, [*self.trained, *self.trained_head])
+        session.train(factors, correction=self.correction(factors))
         self.keep_head(session)
-        return Payload(adapter=session.model.read(self.exchanged), head=session.model.read(self.shared_head))
+        adapter, head = self.upload_shapes(phase)
+        return Payload(session.model.read(adapter), session.model.read(head))
+
+    def correction(self, factors: Factors) -> Correction | None:
+        """Return what changes every local step besides its gradient, made before the first one."""
+        return None
 
     def download_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
         """Return the adapter and head arrays that a valid request carries."""
@@ -219,8 +225,9 @@ class LoraStrategy(RoundStrategy):
         memory : Memory
             What the node has kept.
         """
-        head = memory.recall("head") if self.config.task.head == "local" else None
-        return None if head is None else {**received.adapter, **head}
+        if self.config.task.head != "local" or memory.recall("head") is None:
+            return None
+        return {**received.adapter, **self.scored_head(received, memory)}
 
     # --- pieces for both ------------------------------------------------------------------------
 
@@ -246,6 +253,11 @@ class LoraStrategy(RoundStrategy):
             session.flag("fresh-head")
             return {}
         return kept
+
+    def scored_head(self, received: Payload, memory: Memory) -> Arrays:
+        """Return the head of a node's own model: the server's, or the node's where heads are local."""
+        local = memory.recall("head") if self.config.task.head == "local" else None
+        return {**received.head, **(local or {})}
 
     def keep_head(self, session: Session) -> None:
         """Keep a local head on the node."""

@@ -132,8 +132,7 @@ class FedPara(LoraStrategy):
         kept = memory.recall(_PRIVATE)
         if kept is None:
             return None
-        local = memory.recall("head") if self.config.task.head == "local" else {}
-        values = {**received.adapter, **received.head, **(local or {})}
+        values = {**received.adapter, **self.scored_head(received, memory)}
         for t in self.spec.targets:
             pair = values[t.b], values[t.a]
             whole = dense(*pair, kept[private_b(t)], kept[private_a(t)], plus_one=self._plus_one)

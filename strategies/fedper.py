@@ -126,8 +126,7 @@ class FedPer(LoraStrategy):
         kept = memory.recall(_PRIVATE)
         if kept is None:
             return super().personal(received, memory)
-        local = memory.recall("head") if self.config.task.head == "local" else {}
-        return {**received.adapter, **received.head, **kept, **(local or {})}
+        return {**received.adapter, **self.scored_head(received, memory), **kept}
 
 
 def layers_of(spec: AdapterSpec) -> list[tuple[TargetModule, ...]]:

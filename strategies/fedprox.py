@@ -17,9 +17,8 @@ from typing import Annotated
 from torch import nn
 
 from privet.config import Bounds
+from privet.corrections import Correction
 from privet.trainables import Factors
-from privet.wire import Payload
-from strategies.base import Session
 from strategies.fedavg import FedAvg
 
 
@@ -42,15 +41,10 @@ class FedProx(FedAvg):
     paper = "FedProx, Li et al., MLSys 2020"
     Params = FedProxParams
 
-    def client(self, phase: str, received: Payload, session: Session) -> Payload:
-        """As FedAvg, with the pull; a local head is pulled to what the node started the round with."""
-        session.model.load({**received.adapter, **self.client_head(received, session)})
-        factors = Factors(session.model, [*self.trained, *self.trained_head])
+    def correction(self, factors: Factors) -> Correction | None:
+        """The pull to where the factors and the head are; a local head began where the node had left it."""
         mu = float(self.params.mu)
-        pull = Proximal(mu, factors.leaves, decoupled=self.config.privacy.private) if mu else None
-        session.train(factors, correction=pull)
-        self.keep_head(session)
-        return Payload(session.model.read(self.exchanged), session.model.read(self.shared_head))
+        return Proximal(mu, factors.leaves, decoupled=self.config.privacy.private) if mu else None
 
 
 class Proximal:

@@ -148,8 +148,7 @@ class FedRand(LoraStrategy):
         factors = memory.recall(_FACTORS)
         if factors is None:
             return None
-        local = memory.recall("head") if self.config.task.head == "local" else {}
-        return {**received.adapter, **received.head, **factors, **(local or {})}
+        return {**received.adapter, **self.scored_head(received, memory), **factors}
 
 
 class UnnormalisedMean(WeightedMean):

@@ -102,8 +102,7 @@ class FedSA(LoraStrategy):
         own = memory.recall(_OWN)
         if own is None:
             return None
-        local = memory.recall("head") if self.config.task.head == "local" else {}
-        return {**received.adapter, **received.head, **own, **(local or {})}
+        return {**received.adapter, **self.scored_head(received, memory), **own}
 
 
 class ShownMean(WeightedMean):

@@ -15,9 +15,8 @@ from privet.adapters import AdapterSpec, Shapes
 from privet.config import Bounds, Config
 from privet.errors import ConfigError
 from privet.lowrank import split_product
-from privet.trainables import Factors
 from privet.wire import Arrays, Payload
-from strategies.base import LoraStrategy, Session
+from strategies.base import LoraStrategy
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,3 @@ class FedSVD(LoraStrategy):
         """Whether a round ends with a refactorisation."""
         period, past = self.params.period, round_number - self.params.warmup
         return bool(period and past > 0 and past % period == 0)
-
-    # --- client half -----------------------------------------------------------------------------
-
-    def client(self, phase: str, received: Payload, session: Session) -> Payload:
-        """Train B behind the server's A, and send it."""
-        session.model.load({**received.adapter, **self.client_head(received, session)})
-        session.train(Factors(session.model, [*self.trained, *self.trained_head]))
-        self.keep_head(session)
-        return Payload(session.model.read(self.spec.b), session.model.read(self.shared_head))

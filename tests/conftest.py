@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from safetensors.torch import load_file
 
 from tests.grid import InProcessGrid, Killed
 
@@ -56,6 +57,12 @@ class Outcome:
     @property
     def rounds(self) -> list[dict[str, Any]]:
         return self.lines("rounds.jsonl")
+
+
+def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """The method's state in the run's last checkpoint."""
+    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
+    return load_file(file)
 
 
 @pytest.fixture(scope="session")

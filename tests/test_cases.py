@@ -60,7 +60,7 @@ from torch import Tensor, nn
 from privet.config import compose
 from privet.privacy.accounting import Step, epsilon
 from privet.privacy.ledger import MECHANISM, Entry, Ledger
-from tests.conftest import Outcome, write_table
+from tests.conftest import Outcome, state_of, write_table
 from tests.test_faults import asks, set_field, tampering
 
 Run = Callable[..., Outcome]
@@ -69,12 +69,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 # --- what several cases need ---------------------------------------------------------------------
-
-
-def state_of(outcome: Outcome) -> dict[str, Tensor]:
-    """The last checkpoint."""
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message
-from safetensors.torch import load_file
 
 from privet.errors import ConfigError
 from privet.privacy.ledger import Ledger
 from privet.privacy.spending import Spending
 from server_app.results import RunDirectory
 from strategies.checkpoint import Checkpoint
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 from tests.grid import Killed
 
 Run = Callable[..., Outcome]
@@ -56,11 +55,6 @@ def once(condition: Callable[[Message], bool]) -> Callable[[Message], bool]:
         return False
 
     return check
-
-
-def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
 
 
 def record_of(outcome: Outcome) -> list[dict[str, Any]]:

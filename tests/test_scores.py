@@ -23,7 +23,7 @@ from privet.data.partition import client_examples
 from privet.data.tasks import Examples, load_test
 from privet.wire import Failed, Payload, Request, code_hash, pack_request, unpack_failure, unpack_scores
 from strategies.rounds import spread
-from tests.conftest import Outcome, write_table
+from tests.conftest import Outcome, state_of, write_table
 
 Run = Callable[..., Outcome]
 NODES = ("client-0", "client-1", "client-2")
@@ -42,11 +42,6 @@ def accuracy(config: Config, values: dict[str, torch.Tensor], examples: Examples
             logits = model.module(input_ids=ids, attention_mask=torch.ones_like(ids))
         hits += int(logits.argmax()) == int(rows.labels[0])
     return hits / len(examples)
-
-
-def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
 
 
 def test_without_dp_both_models_are_scored_on_each_nodes_held_out_rows(run: Run, settings: list[str]) -> None:

@@ -18,7 +18,7 @@ from privet.privacy.rng import make_randomness
 from privet.trainables import Trainables
 from privet.wire import Arrays
 from strategies.base import LoraStrategy, load_method
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 
 Run = Callable[..., Outcome]
 Step = Callable[[AdaptedModel], Arrays]
@@ -125,11 +125,6 @@ def finished(outcome: Outcome) -> Outcome:
     if outcome.error:
         raise outcome.error
     return outcome
-
-
-def state_of(outcome: Outcome) -> Arrays:
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
 
 
 def kept_by(outcome: Outcome, node: str, name: str) -> Arrays:

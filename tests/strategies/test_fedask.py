@@ -17,7 +17,7 @@ from torch import Tensor
 
 from client_app.node import answer_train
 from client_app.trainer import Noise, Trainer
-from privet.adapters import adapter_spec, initial_tensors, load_model, load_tokenizer
+from privet.adapters import initial_tensors, load_tokenizer
 from privet.config import compose
 from privet.data.collate import tokenise
 from privet.data.partition import client_examples
@@ -26,16 +26,16 @@ from privet.privacy.ledger import Ledger
 from privet.privacy.rng import make_randomness
 from privet.wire import Arrays, Payload, pack_request, unpack_failure, unpack_request
 from server_app.plan import make_plan
-from strategies.base import load_method
 from strategies.fedask import FedASK
 from tests.conftest import Outcome
+from tests.strategies.session import StubSession, make, product, relative, start
+from tests.strategies.session import one_round as play_round
 
 Run = Callable[..., Outcome]
 
 
 def fedask(*overrides: str) -> FedASK:
-    config = compose(["model=tiny_random", "method=fedask", *overrides])
-    made = load_method(config, adapter_spec(config))
+    made = make("method=fedask", *overrides)
     assert isinstance(made, FedASK)
     notes: list[str] = []
     made._run = SimpleNamespace(  # type: ignore[assignment]
@@ -44,28 +44,12 @@ def fedask(*overrides: str) -> FedASK:
     return made
 
 
-class StubSession:
-    """A session whose training writes given values; everything else is real."""
+class GivenSession(StubSession):
+    """A session whose training writes given values, and of which nothing may be remarked."""
 
     def __init__(self, method: FedASK, trained: Arrays, round_number: int) -> None:
-        self.model = load_model(method.config)
-        self.round = round_number
-        self._trained = trained
-        self._kept: dict[str, Arrays] = {}
-        self.names: list[str] = []
-
-    def train(self, trainables: Any, *, lr: float | None = None) -> None:
-        self.names = list(trainables.leaves)
-        with torch.no_grad():
-            for name in self.names:
-                if name in self._trained:
-                    trainables.leaves[name].copy_(self._trained[name])
-
-    def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
-        return self._kept.get(name)
-
-    def keep(self, name: str, arrays: Arrays) -> None:
-        self._kept[name] = arrays
+        names = [*method.spec.lora, *method.spec.head]
+        super().__init__(method, step=lambda m: {**m.read(names), **trained}, round_number=round_number)
 
     def flag(self, text: str) -> None:
         raise AssertionError(text)
@@ -73,34 +57,14 @@ class StubSession:
 
 def one_round(method: FedASK, state: Arrays, trained: list[Arrays], *, number: int = 1) -> Arrays:
     """Server half and client half against each other, without messages."""
-    method.round_number = number
-    sessions = [StubSession(method, values, number) for values in trained]
-    for phase in method.phases:
-        merger = method.merger(phase, state)
-        for i, session in enumerate(sessions):
-            reply = method.client(phase, method.download(phase, state, True), session)
-            method.check_upload(phase, reply)
-            merger.add(str(i), reply, 1.0)
-        state = method.update(phase, state, merger.mean())
-    return state
-
-
-def start(method: FedASK) -> Arrays:
-    return method.initial(initial_tensors(method.spec, 0, "shared"))
+    sessions = [GivenSession(method, values, number) for values in trained]
+    return play_round(method, state, sessions, number=number)
 
 
 def random_factors(method: FedASK, count: int) -> list[Arrays]:
     generator = torch.Generator().manual_seed(5)
     shapes = {**method.spec.lora, **method.spec.head}
     return [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(count)]
-
-
-def product(state: Arrays, target: Any) -> Tensor:
-    return state[target.b].double() @ state[target.a].double()
-
-
-def relative(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / y.norm())
 
 
 @pytest.mark.parametrize("transport", ["sketch", "factor"])
@@ -204,11 +168,11 @@ def test_a_basis_that_is_too_wide_or_a_projection_on_another_is_refused() -> Non
 
 def test_only_b_trains_under_dp_and_both_without() -> None:
     for method, names in ((fedask(), "b"), (fedask("privacy=none"), "lora")):
-        session = StubSession(method, {}, 1)
+        session = GivenSession(method, {}, 1)
         method.round_number = 1
         method.client("sketch", method.download("sketch", start(method), True), session)
-        assert set(session.names) == {*getattr(method.spec, names), *method.spec.head}
-        assert method.trained_numbers == sum(session.model.parameter(n).numel() for n in session.names)
+        assert set(session.trained) == {*getattr(method.spec, names), *method.spec.head}
+        assert method.trained_numbers == sum(session.model.parameter(n).numel() for n in session.trained)
 
 
 def test_a_zero_product_keeps_the_factors_alive() -> None:
@@ -258,7 +222,7 @@ def test_impossible_settings_are_refused(overrides: list[str], words: str) -> No
         fedask(*overrides)
 
 
-class OneStep(StubSession):
+class OneStep(GivenSession):
     """A session that takes one real private step on one row, without noise."""
 
     def __init__(self, method: FedASK) -> None:

@@ -12,11 +12,9 @@ import pytest
 import torch
 from flwr.app import Message
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from privet.adapters import (
-    adapter_spec,
     build_model,
     count,
     export,
@@ -24,22 +22,19 @@ from privet.adapters import (
     load_model,
     load_tokenizer,
 )
-from privet.config import compose
 from privet.errors import ConfigError
 from privet.hadamard import Hadamard, private_a, private_b
 from privet.wire import Arrays, Payload
-from strategies.base import load_method
 from strategies.fedpara import FedPara
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
+from tests.strategies.session import NODES, StubSession, kept_by, make
 
 Run = Callable[..., Outcome]
 VARIANTS = ["plus_one", "literal"]
-NODES = ("client-0", "client-1", "client-2")
 
 
 def fedpara(*overrides: str) -> FedPara:
-    config = compose(["model=tiny_random", "method=fedpara", *overrides])
-    made = load_method(config, adapter_spec(config))
+    made = make("method=fedpara", *overrides)
     assert isinstance(made, FedPara)
     return made
 
@@ -54,32 +49,18 @@ def expected_change(b: Tensor, a: Tensor, pair: Arrays, target: Any, variant: st
     return (b.double() @ a.double()) * (mask + (variant == "plus_one"))
 
 
-class StubSession:
-    """A session whose training adds one to every leaf."""
+class PairSession(StubSession):
+    """A session whose training adds one to every leaf, with the pair that the node keeps."""
 
     def __init__(self, method: FedPara, kept: Arrays | None, acknowledged: int = 0) -> None:
-        self.model = load_model(method.config)
-        self.acknowledged = acknowledged
-        self.round = 3
-        self.store = {} if kept is None else {"private-pair": kept}
-        self.flags: list[str] = []
-        self.started: Arrays = {}
+        store = None if kept is None else {"private-pair": kept}
+        super().__init__(method, kept=store, acknowledged=acknowledged)
 
     def train(self, trainables: Any, **_: Any) -> None:
-        self.started = {n: v.detach().clone() for n, v in trainables.leaves.items()}
-        with torch.no_grad():
-            for leaf in trainables.leaves.values():
-                leaf.add_(1)
+        started = {n: v.detach().clone() for n, v in trainables.leaves.items()}
+        super().train(trainables)
+        self.started = started  # the four small factors, where the model has the wide ones
         trainables.refresh()
-
-    def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
-        return self.store.get(name)
-
-    def keep(self, name: str, arrays: Arrays) -> None:
-        self.store[name] = arrays
-
-    def flag(self, text: str) -> None:
-        self.flags.append(text)
 
 
 # --- starts --------------------------------------------------------------------------------------
@@ -204,7 +185,7 @@ def test_the_global_pair_travels_and_the_private_one_stays(variant: str) -> None
     method = fedpara(f"method.variant={variant}")
     server = random_values({**method.spec.lora, **method.spec.head}, 1)
     kept = random_values(method.private, 2)
-    session = StubSession(method, kept)
+    session = PairSession(method, kept)
     reply = method.client("train", method.download("train", server, False), session)
     method.check_upload("train", reply)
     assert set(session.started) == {*method.spec.lora, *method.private, *method.spec.head}
@@ -251,8 +232,8 @@ def test_a_nodes_own_model_is_its_pair_with_the_servers(variant: str) -> None:
     received = Payload(
         {n: v for n, v in values.items() if not method.is_head(n)}, {n: state[n] for n in method.spec.head}
     )
-    assert method.personal(received, StubSession(method, None)) is None
-    own = method.personal(received, StubSession(method, kept))
+    assert method.personal(received, PairSession(method, None)) is None
+    own = method.personal(received, PairSession(method, kept))
     assert own is not None
     changes = {
         t.delta: expected_change(state[t.b], state[t.a], kept, t, variant).float()
@@ -261,11 +242,11 @@ def test_a_nodes_own_model_is_its_pair_with_the_servers(variant: str) -> None:
     want = base_outputs(method, {**received.head, **changes})
     torch.testing.assert_close(base_outputs(method, own), want, rtol=1e-4, atol=1e-5)
     if variant == "plus_one":  # a neutral pair is the server's model
-        neutral = method.personal(received, StubSession(method, method.private_start()))
+        neutral = method.personal(received, PairSession(method, method.private_start()))
         assert neutral is not None
         torch.testing.assert_close(base_outputs(method, neutral), base_outputs(method, values))
     local = fedpara(f"method.variant={variant}", "task.head=local")
-    session = StubSession(local, kept)
+    session = PairSession(local, kept)
     session.store["head"] = random_values(dict(method.spec.head), 5)
     mine = local.personal(Payload(received.adapter), session)
     assert mine is not None
@@ -276,7 +257,7 @@ def test_a_lost_pair_is_flagged_and_a_first_one_is_not() -> None:
     method = fedpara()
     server = random_values({**method.spec.lora, **method.spec.head}, 1)
     for acknowledged, flags in ((0, []), (2, ["private-pair-lost"])):
-        session = StubSession(method, None, acknowledged)
+        session = PairSession(method, None, acknowledged)
         method.client("train", method.download("train", server, False), session)
         assert session.flags == flags
         start = method.private_start()
@@ -292,13 +273,7 @@ def test_an_unknown_variant_is_refused() -> None:
 
 
 def kept_pair(outcome: Outcome, node: str) -> Arrays:
-    (file,) = (outcome.path / "nodes" / node / "tensors").glob("private-pair-*")
-    return load_file(file)
-
-
-def state_of(outcome: Outcome) -> Arrays:
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
+    return kept_by(outcome, node, "private-pair")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +13,20 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from client_app.node_config import NodeConfig
-from privet.adapters import adapter_spec, count, initial_tensors, load_model
+from privet.adapters import count
 from privet.config import compose
 from privet.errors import ConfigError, Refusal
 from privet.wire import Arrays, Payload
 from server_app.plan import make_plan
-from strategies.base import load_method
 from strategies.fedrand import FedRand
 from tests.conftest import Outcome
+from tests.strategies.session import StubSession, make, random_values, start
 
 Run = Callable[..., Outcome]
 
 
 def fedrand(*overrides: str) -> FedRand:
-    config = compose(["model=tiny_random", "method=fedrand", *overrides])
-    made = load_method(config, adapter_spec(config))
+    made = make("method=fedrand", *overrides)
     assert isinstance(made, FedRand)
     return made
 
@@ -47,10 +45,6 @@ def merge(method: FedRand, state: Arrays, replies: list[tuple[Arrays, float]]) -
         method.check_upload("train", payload)
         merger.add(str(i), payload, weight)
     return method.update("train", state, merger.mean())
-
-
-def start(method: FedRand) -> Arrays:
-    return method.initial(initial_tensors(method.spec, 0, "shared"))
 
 
 # --- server (eq. 8 to 10) ------------------------------------------------------------------------
@@ -108,56 +102,24 @@ def test_both_halves_or_a_part_of_one_are_refused() -> None:
 # --- client (eq. 6 and 7) ------------------------------------------------------------------------
 
 
-class StubSession:
-    """A session whose coin, kept arrays and training are given."""
-
-    def __init__(
-        self,
-        method: FedRand,
-        *,
-        coin: float | Callable[[str], float],
-        kept: Arrays | None,
-        round_number: int = 3,
-    ) -> None:
-        self.model = load_model(method.config)
-        self.round = round_number
-        self.coin = coin
-        self.store = {} if kept is None else {"factors": kept}
-        self.flags: list[str] = []
-        self.started: Arrays = {}
-        self.trained: list[str] = []
-
-    def train(self, trainables: Any, *, lr: float | None = None) -> None:
-        self.started = self.model.read(self.model.spec.lora)
-        self.trained = list(trainables.leaves)
-        with torch.no_grad():
-            for leaf in trainables.leaves.values():
-                leaf.add_(1)
-
-    def chance(self, purpose: str) -> float:
-        return self.coin(purpose) if callable(self.coin) else self.coin
-
-    def recall(self, name: str, *, this_round: bool = False) -> Arrays | None:
-        return self.store.get(name)
-
-    def keep(self, name: str, arrays: Arrays) -> None:
-        self.store[name] = arrays
-
-    def flag(self, text: str) -> None:
-        self.flags.append(text)
-
-
-def random_state(method: FedRand, seed: int) -> Arrays:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {**method.spec.lora, **method.spec.head}
-    return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+def session_of(
+    method: FedRand,
+    *,
+    coin: float | Callable[[str], float],
+    kept: Arrays | None,
+    round_number: int = 3,
+) -> StubSession:
+    """A session whose coin and kept factors are given."""
+    coins = coin if callable(coin) else lambda _: coin
+    store = None if kept is None else {"factors": kept}
+    return StubSession(method, coins=coins, kept=store, round_number=round_number)
 
 
 @pytest.mark.parametrize(("coin", "sent"), [(0.49, "a"), (0.51, "b")])
 def test_the_coin_decides_which_half_comes_from_the_server_and_goes_back(coin: float, sent: str) -> None:
     method = fedrand()
-    server, kept = random_state(method, 1), random_state(method, 2)
-    session = StubSession(method, coin=coin, kept={n: kept[n] for n in method.spec.lora})
+    server, kept = random_values(method, 1), random_values(method, 2)
+    session = session_of(method, coin=coin, kept={n: kept[n] for n in method.spec.lora})
     reply = method.client("train", method.download("train", server, False), session)
     from_server = getattr(method.spec, sent)
     assert set(reply.adapter) == set(from_server)
@@ -173,9 +135,9 @@ def test_the_coin_decides_which_half_comes_from_the_server_and_goes_back(coin: f
 
 def test_a_late_joiner_starts_from_the_server_and_says_so() -> None:
     method = fedrand()
-    server = random_state(method, 1)
+    server = random_values(method, 1)
     for round_number, flags in ((1, []), (4, ["no-past-half"])):
-        session = StubSession(method, coin=0.1, kept=None, round_number=round_number)
+        session = session_of(method, coin=0.1, kept=None, round_number=round_number)
         method.client("train", method.download("train", server, False), session)
         assert all(torch.equal(session.started[n], server[n]) for n in method.spec.lora)
         assert session.flags == flags
@@ -183,8 +145,8 @@ def test_a_late_joiner_starts_from_the_server_and_says_so() -> None:
 
 def test_the_ablation_without_past_parameters_starts_from_the_server() -> None:
     method = fedrand("method.past_parameters=false")
-    server, kept = random_state(method, 1), random_state(method, 2)
-    session = StubSession(method, coin=0.1, kept={n: kept[n] for n in method.spec.lora})
+    server, kept = random_values(method, 1), random_values(method, 2)
+    session = session_of(method, coin=0.1, kept={n: kept[n] for n in method.spec.lora})
     reply = method.client("train", method.download("train", server, False), session)
     assert all(torch.equal(session.started[n], server[n]) for n in method.spec.lora)
     assert set(reply.adapter) == set(method.spec.a)
@@ -192,17 +154,17 @@ def test_the_ablation_without_past_parameters_starts_from_the_server() -> None:
 
 def test_the_literal_first_round_starts_from_an_own_a_and_zero_b() -> None:
     method = fedrand("method.round0=local")
-    server = random_state(method, 1)
+    server = random_values(method, 1)
     starts = []
     for coin in (0.1, 0.2):
-        session = StubSession(method, coin=coin, kept=None, round_number=1)
+        session = session_of(method, coin=coin, kept=None, round_number=1)
         method.client("train", method.download("train", server, False), session)
         starts.append(session.started)
         assert not any(session.started[n].any() for n in method.spec.b)
         bound = max(s[1] ** -0.5 for s in method.spec.a.values())
         assert all(0 < session.started[n].abs().max() <= bound for n in method.spec.a)
     assert not any(torch.equal(starts[0][n], starts[1][n]) for n in method.spec.a)
-    later = StubSession(method, coin=0.1, kept=None, round_number=2)
+    later = session_of(method, coin=0.1, kept=None, round_number=2)
     method.client("train", method.download("train", server, False), later)
     assert torch.equal(later.started[next(iter(method.spec.a))], server[next(iter(method.spec.a))])
 
@@ -251,7 +213,7 @@ def test_rho_must_leave_a_choice(rho: str) -> None:
 
 def test_with_layers_every_module_tosses_its_own_coin() -> None:
     method = fedrand("method.subset=layers")
-    server, kept = random_state(method, 1), random_state(method, 2)
+    server, kept = random_values(method, 1), random_values(method, 2)
     coins = {t.name: c for t, c in zip(method.spec.targets, (0.1, 0.9, 0.7, 0.2), strict=True)}
     tossed: list[str] = []
 
@@ -260,7 +222,7 @@ def test_with_layers_every_module_tosses_its_own_coin() -> None:
         (value,) = (v for name, v in coins.items() if purpose.endswith(name))
         return value
 
-    session = StubSession(method, coin=coin, kept={n: kept[n] for n in method.spec.lora})
+    session = session_of(method, coin=coin, kept={n: kept[n] for n in method.spec.lora})
     reply = method.client("train", method.download("train", server, False), session)
     method.check_upload("train", reply)
     assert len(set(tossed)) == len(tossed) == 4

@@ -17,19 +17,10 @@ from privet.projection import flatten, random_projection
 from privet.trainables import THETA
 from privet.wire import Payload, Reply
 from server_app.plan import make_plan
-from strategies.base import LoraStrategy, load_method
+from strategies.base import load_method
 from strategies.fedhsip import _COUNT, _SQUARE, _SUM, FedHSIP, _digest, _pack_rule, _unpack_rule
 from tests.conftest import Outcome
-
-
-def method(*overrides: str) -> LoraStrategy:
-    config = compose(["model=tiny_random", *overrides])
-    return load_method(config, adapter_spec(config))
-
-
-def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
-    (file,) = (outcome.path / "checkpoints").glob("*.safetensors")
-    return load_file(file)
+from tests.strategies.session import make as method
 
 
 @pytest.mark.parametrize(
