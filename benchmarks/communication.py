@@ -4,7 +4,9 @@
 
 Every method trains for a few tiny rounds over two clients, in this process but through the real server and client
 apps and their packed messages; the numbers are those of one client in the last round, as the run's
-``communication.json`` has them. Prints the table of docs/communication.md.
+``communication.json`` has them, and what it was sent once in the whole run. ``apart`` goes along for scores only.
+Without privacy unless a row says otherwise; ``trained`` is the vector that is clipped under DP, head included. Prints
+the table of docs/communication.md.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from flwr.app import Context, RecordDict
 from client_app.app import app as client_app
 from privet.config import options
 from server_app.app import app as server_app
-from server_app.catalogue import catalogue
+from server_app.catalogue import entry
 from tests.grid import InProcessGrid
 
 CLIENTS = 2
@@ -36,6 +37,18 @@ TINY = [
     "task.test_rows=4",
     "evaluation=none",
 ]
+HEADER = (
+    "method",
+    "messages",
+    "up",
+    "down",
+    "once, down",
+    "apart, up",
+    "head, each way",
+    "up, bytes",
+    "trained under DP",
+    "stays on a node",
+)
 # Settings that change what a method sends.
 VARIANTS = {
     "fedask": [["privacy=dp", "method.transport=factor"]],
@@ -46,7 +59,7 @@ VARIANTS = {
 
 
 def measure(overrides: Sequence[str]) -> dict[str, Any]:
-    """Run a method and return one client's traffic of the last round, by way."""
+    """Run a method; return one client's traffic of the last round, by way, and what it was sent once in all."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         grid = InProcessGrid(client_app, CLIENTS)
@@ -55,14 +68,31 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
             grid, Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=settings)
         )
         rounds = json.loads((path / "communication.json").read_text())["rounds"]
-    traffic: dict[str, Any] = rounds[-1]["nodes"]["client-0"]
-    once = sum(
-        entry["numbers"]["once"]
-        for r in rounds
-        for way, entry in r["nodes"].get("client-0", {}).items()
-        if way == "download"
+    nodes = [r["nodes"]["client-0"] for r in rounds]
+    return {**nodes[-1], "once": sum(n["download"]["numbers"]["once"] for n in nodes)}
+
+
+def cells(name: str, common: Sequence[str], variant: Sequence[str]) -> list[str]:
+    """Return a row of the table."""
+    private = "privacy=dp" in variant
+    found = measure([*common, f"method={name}", *([] if private else ["privacy=none"]), *variant])
+    up, down = found["upload"], found["download"]
+    facts = entry(name, [*common, *variant])
+    numbers = (
+        up["numbers"]["adapter"],
+        down["numbers"]["adapter"],
+        found["once"],
+        up["numbers"]["once"],
+        up["numbers"]["head"],
+        up["bytes"]["adapter"],
+        facts.trained,
     )
-    return {**traffic, "once": once}
+    return [
+        " ".join(f"`{text}`" for text in (name, *variant)),
+        ", ".join(facts.messages),
+        *(f"{n:,}".replace(",", " ") for n in numbers),
+        facts.stays,
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,31 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
     common = [f"model={arguments.model}", *TINY, *arguments.overrides]
-    facts = {entry.name: entry for entry in catalogue(common)}
-    print(
-        "| method | messages | up | down | once, down | head, each way | up, bytes | trained | stays on a node |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---|")
+    print(f"| {' | '.join(HEADER)} |\n|---|---|{'---:|' * 7}---|")
     for name in options("method"):
         for variant in ([], *VARIANTS.get(name, [])):
-            privacy = [] if any(v.startswith("privacy=") for v in variant) else ["privacy=none"]
-            found = measure([*common, f"method={name}", *privacy, *variant])
-            up, down = found["upload"], found["download"]
-            cells = [
-                " ".join([f"`{name}`", *(f"`{v}`" for v in variant)]),
-                ", ".join(facts[name].messages),
-                *(f"{n:,}".replace(",", " ") for n in (up["numbers"]["adapter"], down["numbers"]["adapter"])),
-                f"{found['once']:,}".replace(",", " "),
-                str(up["numbers"]["head"]),
-                f"{up['bytes']['adapter']:,}".replace(",", " "),
-                f"{facts[name].trained:,}".replace(",", " "),
-                facts[name].stays,
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
-    print(
-        f"\nOne client and round, {arguments.model}; `trained` is the clipped vector, head included.",
-        file=sys.stderr,
-    )
+            print(f"| {' | '.join(cells(name, common, variant))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,16 @@ class Entry:
     refused: str = ""
 
 
+def entry(name: str, overrides: Sequence[str]) -> Entry:
+    """Return one method; raises ConfigError where it cannot run with these settings."""
+    config = compose([*overrides, f"method={name}"])
+    method = load_method(config, adapter_spec(config))
+    upload, download = round_numbers(method)
+    warmup = tuple(f"({p})" for p in method.warmup_phases) if method.warmup_rounds else ()
+    messages = (*warmup, *method.phases)
+    return Entry(name, messages, upload, download, method.trained_numbers, method.stays, method.paper)
+
+
 def catalogue(overrides: Sequence[str]) -> list[Entry]:
     """Return all methods, with numbers for the model and the settings given.
 
@@ -53,17 +63,9 @@ def catalogue(overrides: Sequence[str]) -> list[Entry]:
     entries = []
     for name in options("method"):
         try:
-            config = compose([*overrides, f"method={name}"])
-            method = load_method(config, adapter_spec(config))
+            entries.append(entry(name, overrides))
         except ConfigError as error:
             entries.append(Entry(name, refused=str(error)))
-            continue
-        upload, download = round_numbers(method)
-        warmup = tuple(f"({p})" for p in method.warmup_phases) if method.warmup_rounds else ()
-        messages = (*warmup, *method.phases)
-        entries.append(
-            Entry(name, messages, upload, download, method.trained_numbers, method.stays, method.paper)
-        )
     if all(e.refused for e in entries):
         raise ConfigError(entries[0].refused)
     return entries
