@@ -13,10 +13,9 @@ shows how much the noise costs the assignment; other sensitivities from such a w
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from privet.projection import (
     assign_slots,
     default_dimension,
     flatten,
+    profile_sketch,
     random_projection,
     unflatten,
 )
@@ -312,7 +312,7 @@ class FedHSIP(LoraStrategy):
             if width == len(nodes):
                 profiles[:, seen] = profile
             else:
-                for column, weight in enumerate(self._mixing(node, width)):
+                for column, weight in enumerate(profile_sketch(self.config.seed, width, node)):
                     profiles[:, column] += weight * profile
             sensitivity += np.maximum(square - self._noise_floor(node), 0) / len(nodes)
             energy += square / len(nodes)
@@ -322,11 +322,6 @@ class FedHSIP(LoraStrategy):
         if _MOMENT in state:
             sensitivity = state[_MOMENT].double().numpy()
         return profiles, sensitivity, energy, spread / len(nodes)
-
-    def _mixing(self, node: str, width: int) -> Floats:
-        """Return what a client's profile weighs in each column: N(0, 1 / width), from the run's seed."""
-        key = child_seed(self.config.seed, "profile-sketch", node)
-        return np.random.Generator(np.random.Philox(key)).standard_normal(width) / math.sqrt(width)
 
     def _noise_floor(self, node: str) -> float:
         """Mean square that DP noise alone gives one coordinate's change in a round; 0 where it is not known."""
@@ -352,6 +347,10 @@ class FedHSIP(LoraStrategy):
         return {**unflatten(factors, self.spec.lora), **self.head_of(state)}
 
     # --- client half -----------------------------------------------------------------------------
+
+    def once_names(self, phase: str) -> Collection[str]:
+        """The rule and its digest, for a training round."""
+        return ("rule_digest", "slots", "signs") if phase == "train" and self._learns_rule else ()
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Train the factors in a warm-up, else theta through the cached rule."""
@@ -384,8 +383,6 @@ class FedHSIP(LoraStrategy):
         material = dict(received.once)
         digest = material.pop("rule_digest", None)
         kept = material or session.recall("rule") or {}
-        if set(material) - {"slots", "signs"}:
-            raise Refusal("rule", "the projection rule comes with arrays that do not belong to it")
         if digest is None or not kept or not torch.equal(_digest(kept), digest):
             raise Refusal(NEEDS_ONCE, "the projection rule is not in this node's store")
         if material:
@@ -447,25 +444,35 @@ class WarmupMerger(WeightedMean):
 
 
 def _pack_rule(state: Arrays, dimension: int) -> Arrays:
-    kind = np.uint16 if dimension <= 1 << 16 else np.uint32
-    slots = state["slots"].numpy().astype(kind)
+    slots = state["slots"].numpy().astype(_kind(dimension))
     return {
         "slots": torch.from_numpy(slots),
         "signs": torch.from_numpy(np.packbits(state["signs"].numpy() < 0)),
     }
 
 
+def _kind(dimension: int) -> np.dtype[Any]:
+    """Return the type of a slot's index on the wire."""
+    return np.dtype(np.uint16 if dimension <= 1 << 16 else np.uint32)
+
+
 def _unpack_rule(material: Arrays, total: int, dimension: int) -> Projection:
     """Read a rule from the wire; raises Refusal where it is not one."""
+    expected = {"slots": (_kind(dimension), (total,)), "signs": (np.dtype(np.uint8), ((total + 7) // 8,))}
+    packed = {name: value.numpy() for name, value in material.items()}
+    if {n: (v.dtype, v.shape) for n, v in packed.items()} != expected:
+        raise Refusal(
+            "rule", f"the projection rule is not a slot and a sign bit for each of {total} coordinates"
+        )
+    bits = np.unpackbits(packed["signs"], count=total)
+    slots, signs = (
+        torch.from_numpy(packed["slots"].astype(np.int64)),
+        1.0 - 2.0 * torch.from_numpy(bits).float(),
+    )
     try:
-        slots = torch.from_numpy(material["slots"].numpy().astype(np.int64))
-        bits = np.unpackbits(material["signs"].numpy(), count=total)
-        rule = Projection(slots, 1.0 - 2.0 * torch.from_numpy(bits).float(), dimension)
-    except (KeyError, ValueError, TypeError) as err:
+        return Projection(slots, signs, dimension)
+    except ValueError as err:
         raise Refusal("rule", f"the projection rule is not valid: {err}") from None
-    if rule.slots.numel() != total:
-        raise Refusal("rule", f"the projection rule has {rule.slots.numel()} coordinates, expected {total}")
-    return rule
 
 
 def _digest(material: Arrays) -> Tensor:
