@@ -2,11 +2,12 @@
 #
 #   make run     set up .venv and run the main job (fedhsip, epsilon 6, the tweets task)
 #   make test    set up .venv and run every check
+#   make test-system    every test with real processes, one after another, also those that take minutes each
 #   make bench   time and memory of a private step against the same step without privacy (about 25 minutes)
 #   make bench-device    the same on a CUDA GPU (under 5 minutes)
 #
 # Variables:
-#   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"; options of `make bench`
+#   ARGS     settings of `make run`:  make run ARGS="method=ffa_lora privacy.epsilon=3"; options of `make bench` and `make test-system`
 #   PYTHON   a Python 3.11
 #   TORCH    what pip installs for PyTorch; for a CUDA or CPU build of your choice add its index:
 #            make install TORCH="torch==2.13.0 --index-url URL_OF_THE_CUDA_WHEELS"
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install run check test bench bench-device lint format clean
+.PHONY: install run check test test-system bench bench-device lint format clean
 
 install: $(STAMP)
 
@@ -49,6 +50,9 @@ format: $(STAMP)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-system: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/system -m system -v $(ARGS)
 
 bench: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.step --json runs/bench.json --markdown runs/bench.md $(ARGS)

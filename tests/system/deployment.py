@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,12 +21,13 @@ import psutil
 
 from privet.deploy import Deployment, init
 from privet.errors import PrivetError
-from privet.launcher import _stage
 from privet.operate import flwr
 from privet.privacy.ledger import Ledger
 from tests.conftest import write_table
 
 ROOT = Path(__file__).resolve().parents[2]
+APP = ("pyproject.toml", "README.md", "LICENSE", "privet", "strategies", "server_app", "client_app", "conf")
+"""What goes into the bundle; Flower walks all of a folder, virtual environments included, before it filters."""
 Edit = Callable[[list[str]], list[str]]
 """A change of a command line."""
 
@@ -293,7 +295,10 @@ class Site:
         """Submit a run with ``flwr run``, or go on with the one in `resume`."""
         self._submitted += 1
         if not self.app.exists():
-            _stage(ROOT, self.app, skip=self.base)
+            for name in APP:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+                (self.app / name).parent.mkdir(exist_ok=True)
+                copy(ROOT / name, self.app / name)
         path = resume or self.state / "superlink" / "runs" / f"run{self._submitted}"
         config = {"run-dir": str(path)}
         lines = [f"{k} = {json.dumps(v)}" for k, v in config.items()]
