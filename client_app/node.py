@@ -33,7 +33,7 @@ from privet.data.holdout import split_holdout
 from privet.data.tasks import snapshot
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
-from privet.plan import required_sigma
+from privet.plan import is_enough, required_sigma
 from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
 from privet.privacy.sampling import sampling_rate
@@ -394,6 +394,8 @@ class _Phase:
             return
         if request.planned_steps < self._steps:
             raise Refusal("sigma", "fewer steps are planned than this round takes")
+        if is_enough(self._config, self._q, request.planned_steps, request.sigma):
+            return
         needed = required_sigma(self._config, self._q, request.planned_steps)
         if not request.sigma >= needed * (1 - 1e-6):
             raise Refusal(

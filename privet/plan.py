@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from privet.config import Config
 from privet.errors import ConfigError
-from privet.privacy.accounting import Step, calibrate, epsilon
+from privet.privacy.accounting import Step, calibrate, epsilon, keeps
 from privet.privacy.sampling import sampling_rate
 from privet.schedule import Schedule
 
@@ -67,6 +67,14 @@ def required_sigma(config: Config, q: float, steps: int) -> float:
     if privacy.epsilon is None or privacy.delta is None:
         raise ConfigError("privacy.epsilon and privacy.delta are needed to calibrate the noise")
     return calibrate(q, steps, privacy.epsilon, privacy.delta, privacy.accountant)
+
+
+def is_enough(config: Config, q: float, steps: int, sigma: float) -> bool:
+    """Whether this noise keeps `steps` steps at rate `q` within the run's budget; quicker than to calibrate it."""
+    privacy = config.privacy
+    if privacy.epsilon is None or privacy.delta is None:
+        return False
+    return keeps(q, sigma, steps, privacy.epsilon, privacy.delta, privacy.accountant)
 
 
 def warnings(config: Config, plans: Mapping[str, NodePlan]) -> list[str]:

@@ -13,8 +13,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +20,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from privet.code import code_hash as code_hash
 from privet.errors import Refusal
 
 Arrays = dict[str, Tensor]
@@ -390,15 +389,3 @@ def _update(digest: Any, payload: Payload) -> None:
             values = _to_numpy(arrays[name])
             digest.update(f"{part}/{name}/{values.dtype}/{values.shape}\n".encode())
             digest.update(values.tobytes())
-
-
-@lru_cache(maxsize=1)
-def code_hash() -> str:
-    """SHA-256 over the Python sources of the running app: server and nodes must run the same code."""
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for package in ("client_app", "privet", "server_app", "strategies"):
-        for file in sorted((root / package).rglob("*.py")):
-            digest.update(str(file.relative_to(root)).encode() + b"\0")
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

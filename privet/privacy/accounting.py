@@ -17,17 +17,19 @@ standard deviation divided by C.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
-from opacus.accountants import PRVAccountant, RDPAccountant
-from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
-from scipy.optimize import brentq
 
 from privet.errors import ConfigError
 
@@ -38,7 +40,8 @@ MAX_SIGMA = 1e6
 # Opacus' orders, and higher ones: with the former alone no epsilon below 0.12 can be expressed at delta 1e-5.
 # The binomial coefficients overflow above order 1029.
 _HIGH_ORDERS = (64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
-_ORDERS = tuple(float(order) for order in (*RDPAccountant.DEFAULT_ALPHAS, *_HIGH_ORDERS))
+_OPACUS_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
+_ORDERS = tuple(float(order) for order in (*_OPACUS_ORDERS, *_HIGH_ORDERS))
 # The series of a fractional order takes some ten times sigma terms (minutes at sigma 1e4), and low orders are
 # the best ones only for large epsilons. The PRV accountant computes them inside, so it has the same limit.
 _FRACTIONAL_UP_TO = 50.0
@@ -113,6 +116,8 @@ def calibrate(q: float, steps: int, epsilon: float, delta: float, accountant: st
         raise ConfigError(f"steps = {steps} is not allowed: at least 1 to calibrate noise for")
     if not 0.0 < epsilon < math.inf:
         raise ConfigError(f"privacy.epsilon = {epsilon} is not allowed: a finite number greater than 0")
+    from scipy.optimize import brentq
+
     cost = _cost(q, steps, delta, accountant)
     if cost(MIN_SIGMA) <= epsilon:
         return MIN_SIGMA
@@ -135,6 +140,16 @@ def calibrate(q: float, steps: int, epsilon: float, delta: float, accountant: st
     while cost(sigma) > epsilon:
         sigma, further = _five_digits(sigma * (1 + further)), 2 * further
     return sigma
+
+
+def keeps(q: float, sigma: float, steps: int, budget: float, delta: float, accountant: str) -> bool:
+    """Whether `steps` steps at rate `q` with this noise keep to a budget: :func:`calibrate` without a search.
+
+    A sigma below `MIN_SIGMA`, and one that is no number, never does.
+    """
+    if not MIN_SIGMA <= sigma < math.inf:
+        return False
+    return epsilon([Step(q, sigma, steps)], delta, accountant) <= budget
 
 
 def rdp(entries: Sequence[Step], order: float) -> float:
@@ -207,6 +222,26 @@ def combined_sigma(sigma: float, sigma_s: float) -> float:
 # --- composition ---------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
+def _analysis() -> ModuleType:
+    """Return Opacus' RDP analysis, from its file alone where it is in its place.
+
+    ``import opacus`` brings in its optimisers and with them PyTorch's distributed runtime: seconds, which every
+    message to a node would pay.
+    """
+    name = "opacus.accountants.analysis.rdp"
+    if name not in sys.modules:
+        package = importlib.util.find_spec("opacus")
+        for place in package.submodule_search_locations or () if package else ():
+            file = Path(place, "accountants", "analysis", "rdp.py")
+            spec = importlib.util.spec_from_file_location("privet_opacus_rdp", file)
+            if file.is_file() and spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                return module
+    return importlib.import_module(name)
+
+
 def _check(delta: float, accountant: str) -> None:
     if not 0.0 < delta < 1.0:
         raise ConfigError(f"privacy.delta = {delta} is not allowed: greater than 0 and less than 1")
@@ -239,7 +274,7 @@ def _rdp_of_one(q: float, sigma: float, order: float) -> float:
     """Return the Renyi divergence bound of one step; infinite where Opacus cannot compute it."""
     try:
         with np.errstate(all="ignore"):
-            value = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
+            value = float(_analysis().compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
     except (ValueError, ArithmeticError):
         return math.inf
     # Rounding may leave a tiny negative number where the divergence is below 1e-16.
@@ -261,7 +296,7 @@ def _convert(orders: Sequence[float], divergences: object, delta: float) -> floa
     with warnings.catch_warnings():
         # "Optimal order is the smallest / largest": a looser bound, not a wrong one.
         warnings.simplefilter("ignore")
-        value, _ = get_privacy_spent(orders=list(orders), rdp=divergences, delta=delta)
+        value, _ = _analysis().get_privacy_spent(orders=list(orders), rdp=divergences, delta=delta)
     return float(value)
 
 
@@ -295,6 +330,8 @@ def _prv_epsilon(merged: Sequence[Step], delta: float, bound: float) -> float:
     error = max(min(_PRV_ERROR, bound / 50), 2 * width / (spacing * _PRV_POINTS))
     if error > 0.5:
         return math.inf
+    from opacus.accountants import PRVAccountant
+
     accountant = PRVAccountant()
     accountant.history = [(step.sigma, step.q, step.steps) for step in merged]
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -22,6 +24,7 @@ from privet.privacy.accounting import (
     combined_sigma,
     epsilon,
     filter_order,
+    keeps,
     lifetime_epsilon,
     rdp,
 )
@@ -366,3 +369,33 @@ def test_two_releases_on_one_batch_are_one_step() -> None:
 def test_combined_noise_refuses_senseless_values(sigma: float, sigma_s: float) -> None:
     with pytest.raises(ConfigError, match="sigma"):
         combined_sigma(sigma, sigma_s)
+
+
+def test_the_orders_are_opacus_own_and_higher_ones() -> None:
+    assert tuple(RDPAccountant.DEFAULT_ALPHAS) == accounting._OPACUS_ORDERS
+
+
+def test_the_analysis_is_opacus_own_file_without_the_rest_of_opacus() -> None:
+    """A message to a node must not pay for importing Opacus' optimisers."""
+    code = (
+        "import sys; from privet.privacy.accounting import Step, epsilon; "
+        "print(epsilon([Step(0.01, 1.1, 500)], 1e-5, 'rdp').hex(), 'opacus' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    value, imported = done.stdout.split()
+    assert imported == "False"
+    assert float.fromhex(value) == epsilon([Step(0.01, 1.1, 500)], 1e-5, "rdp")
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_a_sigma_keeps_a_budget_exactly_where_its_cost_does(accountant: str) -> None:
+    needed = calibrate(0.05, 40, 3.0, 1e-5, accountant)
+    assert keeps(0.05, needed, 40, 3.0, 1e-5, accountant)
+    assert keeps(0.05, 2 * needed, 40, 3.0, 1e-5, accountant)
+    assert not keeps(0.05, needed * 0.999, 40, 3.0, 1e-5, accountant)
+    assert not keeps(0.05, float("nan"), 40, 3.0, 1e-5, accountant)
+    assert not keeps(0.05, float("inf"), 40, 3.0, 1e-5, accountant)
+
+
+def test_noise_below_the_least_never_keeps_a_budget() -> None:
+    assert not keeps(1e-4, MIN_SIGMA * 0.99, 1, 1e6, 1e-5, "rdp")
