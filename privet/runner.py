@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from privet.atomic import write_atomic
 from privet.config import CONF_DIR, Config, compose, quoted
+from privet.data.hub import HUB
 from privet.errors import ConfigError, PrivetError
 
 APP_DIR = CONF_DIR.parent
@@ -65,7 +66,7 @@ def _absolute(paths: Mapping[str, str | None]) -> dict[str, Any]:
     return {
         key: str(Path(value).expanduser().resolve())
         for key, value in paths.items()
-        if value is not None and not value.startswith("package:")
+        if value is not None and not value.startswith(("package:", HUB))
     }
 
 

@@ -1,4 +1,4 @@
-"""Where tables lie and how they are read: one reader for CSV, TSV, JSONL, JSON, Parquet and datasets folders.
+"""Where tables lie and how they are read: one reader for CSV, TSV, JSONL, JSON, Parquet, datasets folders and the hub.
 
 Nothing here guesses. A file that does not parse is refused with its name and, where known, the line number;
 what stands on that line never reaches an error text.
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from privet.config import nearest
+from privet.data.hub import HUB, HubTable
 from privet.errors import ConfigError, DataError
 
 PACKAGE = "package:"
@@ -67,8 +68,13 @@ def resolve_path(path: str) -> Path:
     return found
 
 
+def find_table(path: str) -> Path | HubTable:
+    """Turn a task's path into what :func:`read_table` reads; raises as :func:`resolve_path` does."""
+    return HubTable.parse(path) if path.startswith(HUB) else resolve_path(path)
+
+
 def read_table(
-    path: Path, columns: Sequence[str] | None = None, *, lenient: Collection[str] = ()
+    path: Path | HubTable, columns: Sequence[str] | None = None, *, lenient: Collection[str] = ()
 ) -> pd.DataFrame:
     """Read a table by its suffix; bytes that are no UTF-8 become U+FFFD.
 
@@ -78,9 +84,9 @@ def read_table(
 
     Parameters
     ----------
-    path : Path
-        A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file, or the folder that
-        ``save_to_disk`` of the datasets library wrote for one split.
+    path : Path or HubTable
+        A ``.csv``, ``.tsv``, ``.jsonl``, ``.ndjson``, ``.json`` or ``.parquet`` file, the folder that
+        ``save_to_disk`` of the datasets library wrote for one split, or a split on the hub.
     columns : sequence of str, optional
         The columns to return; default all.
     lenient : collection of str, optional
@@ -98,20 +104,8 @@ def read_table(
         One line, without row contents: no such file, unknown suffix, not readable, no rows, or a column
         that is missing (with the nearest match).
     """
-    folder = path.is_dir()
-    reader = _read_folder if folder else _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"'{path}' has an unknown suffix (allowed: {', '.join(_READERS)})")
     wanted = None if columns is None else list(dict.fromkeys(columns))
-    try:
-        if not folder and path.stat().st_size == 0:
-            raise DataError(f"'{path}' is empty")
-        frame = reader(path, wanted)
-    except FileNotFoundError:
-        hint = "" if path.is_absolute() else f" in {Path.cwd()}: give an absolute path"
-        raise DataError(f"there is no file '{path}'{hint}") from None
-    except OSError as err:
-        raise DataError(f"'{path}' cannot be read: {err.strerror or type(err).__name__}") from None
+    frame = _from_hub(path, wanted) if isinstance(path, HubTable) else _read_local(path, wanted)
     if wanted is not None:
         if frame.attrs.get(_RECORDS):
             for name in (n for n in wanted if n in lenient and n not in frame):
@@ -123,7 +117,23 @@ def read_table(
     return frame
 
 
-def _check_columns(path: Path, names: Sequence[Any], wanted: Sequence[str]) -> None:
+def _read_local(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    folder = path.is_dir()
+    reader = _read_folder if folder else _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"'{path}' has an unknown suffix (allowed: {', '.join(_READERS)})")
+    try:
+        if not folder and path.stat().st_size == 0:
+            raise DataError(f"'{path}' is empty")
+        return reader(path, columns)
+    except FileNotFoundError:
+        hint = "" if path.is_absolute() else f" in {Path.cwd()}: give an absolute path"
+        raise DataError(f"there is no file '{path}'{hint}") from None
+    except OSError as err:
+        raise DataError(f"'{path}' cannot be read: {err.strerror or type(err).__name__}") from None
+
+
+def _check_columns(path: Path | HubTable, names: Sequence[Any], wanted: Sequence[str]) -> None:
     for name in wanted:
         if name not in names:
             # A file without a header has a row in its place, so its cells are not listed here.
@@ -259,16 +269,26 @@ def _read_folder(path: Path, columns: list[str] | None) -> pd.DataFrame:
     if not (path / "state.json").exists():
         raise DataError(f"'{path}' is a folder that no datasets library has saved: name a file")
     import pyarrow as pa
-    from datasets import ClassLabel, Dataset
+    from datasets import Dataset
 
     try:
-        data = Dataset.load_from_disk(str(path))
-        if columns is not None:
-            _check_columns(path, data.column_names, columns)
-            data = data.select_columns(columns)
-        frame: pd.DataFrame = data.with_format("arrow")[:].to_pandas(integer_object_nulls=True)
+        return _dataset_frame(Dataset.load_from_disk(str(path)), path, columns)
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException):
         raise DataError(f"'{path}' is not a readable datasets folder") from None
+
+
+def _from_hub(table: HubTable, columns: list[str] | None) -> pd.DataFrame:
+    """Read a split on the hub; a class label becomes its name."""
+    return _dataset_frame(table.load(), table, columns)
+
+
+def _dataset_frame(data: Any, path: Path | HubTable, columns: list[str] | None) -> pd.DataFrame:
+    from datasets import ClassLabel
+
+    if columns is not None:
+        _check_columns(path, data.column_names, columns)
+        data = data.select_columns(columns)
+    frame: pd.DataFrame = data.with_format("arrow")[:].to_pandas(integer_object_nulls=True)
     for name, feature in data.features.items():
         if isinstance(feature, ClassLabel):
             names = dict(enumerate(feature.names))
