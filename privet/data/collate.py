@@ -24,11 +24,14 @@ class Tokenised:
         (n,) int64.
     types : list of numpy.ndarray or None
         Segment ids of pairs, for models that tell the two texts apart by them.
+    prompts : numpy.ndarray or None
+        (n,) int64, for language models: how many of a row's first tokens are given and not to be learnt.
     """
 
     ids: list[np.ndarray]
     labels: np.ndarray
     types: list[np.ndarray] | None = None
+    prompts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
