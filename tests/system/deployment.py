@@ -122,9 +122,9 @@ class Site:
         lines = Path(service["EnvironmentFile"]).read_text().splitlines()
         env = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
         command = shlex.split(service["ExecStart"])
-        command[command.index("--port") + 1] = str(
-            self.port if "superlink" in unit.name else free_ports(1)[0]
-        )
+        if "--port" in command:
+            port = self.port if "superlink" in unit.name else free_ports(1)[0]
+            command[command.index("--port") + 1] = str(port)
         if "0.0.0.0" in command:
             command[command.index("0.0.0.0")] = "127.0.0.1"
         for edit in change:
@@ -281,7 +281,7 @@ class Site:
             "task.labels=[no,yes]",
             "federation.clients=2",
             "federation.rounds=2",
-            "privacy.epsilon=3",
+            *([] if "privacy=none" in overrides else ["privacy.epsilon=3"]),
             "train.local_steps=2",
             "train.batch_size=16",
             "train.optimizer=sgd",
@@ -316,27 +316,26 @@ class Site:
 
     def wait(self, run: Submitted, seconds: float = 240) -> str:
         """Wait for a run's end and return Flower's status of it."""
-        last = ""
+        last, look = "", 0.0
 
         def ended() -> bool:
-            nonlocal last
-            # A look takes seconds of CPU, so the run's own record is asked first.
-            if not (run.path / "summary.json").exists() and not (run.path / "failure.json").exists():
-                with contextlib.suppress(PrivetError):
-                    last = self.status(run) if time.monotonic() > look else last
-                time.sleep(1)
-            else:
-                last = self.status(run)
+            nonlocal last, look
+            over = any((run.path / name).exists() for name in ("summary.json", "failure.json"))
+            # A look takes seconds of CPU, so the run's own record is asked in between.
+            if over or time.monotonic() > look:
+                look = time.monotonic() + 30
+                with contextlib.suppress(PrivetError):  # a SuperLink that starts again does not answer
+                    last = self.status(run)
             return last.startswith("finished")
 
-        look = time.monotonic() + 30
         until(ended, seconds, lambda: f"{last}\n{self.told()}")
         return last
 
     def told(self) -> str:
         """All logs, for a failure's message."""
         parts = []
-        for path in [*self.logs, *sorted((self.state / "superlink" / "runs").glob("*/events.jsonl"))]:
+        runs = self.state / "superlink" / "runs"
+        for path in [*self.logs, *sorted(runs.glob("*/events.jsonl")), *sorted(runs.glob("*/failure.json"))]:
             with contextlib.suppress(OSError):
                 parts.append(
                     f"--- {path.relative_to(self.state)}\n{path.read_text(errors='replace')[-6000:]}"
