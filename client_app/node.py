@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from flwr.app import RecordDict
 
+from client_app.claims import check_scoring, check_training
 from client_app.memory import KeptArrays, commit, run_name, safe_run, secret_name
 from client_app.node_config import NodeConfig
 from client_app.retention import is_purged, purge
@@ -62,6 +63,7 @@ from strategies.rounds import EVALUATE
 
 log = logging.getLogger("privet")
 
+_LONGEST = 500  # characters of a refusal; some texts repeat what the server sent
 
 # --- answers -------------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
             raise Refusal("phase", "this is no request for scores")
         config = _checked_config(node, request)
         refuse_unsafe(node, config)
+        check_scoring(request, config, load_method(config, adapter_spec(config)))
         with NodeStore(node.root(request.store), node.name) as store:
             refuse_foreign_run(store, request)
             return pack_scores(score_models(node, request, config, store))
@@ -139,11 +142,18 @@ def _failure(error: PrivetError, node: str, *, uncharged: bool) -> RecordDict:
 
     Texts that may name local files, and those of errors after rows were drawn, stay in the node's own log.
     """
-    log.error("%s refuses: %s", node or "a node without a name", error)
+    line = _one_line(str(error))
+    log.error("%s refuses: %s", node or "a node without a name", line)
     kind = error.kind if isinstance(error, Refusal) else type(error).__name__.removesuffix("Error").lower()
     shown = isinstance(error, (Refusal, ConfigError)) and uncharged
-    text = str(error) if shown else "the node's own log has the reason"
+    text = line if shown else "the node's own log has the reason"
     return pack_failure(Failed(node, kind, text, uncharged))
+
+
+def _one_line(text: str) -> str:
+    """Return a text that may repeat what a server sent as one short line of printable characters."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return " ".join(plain.split())[:_LONGEST]
 
 
 def _own_request(node: NodeConfig, content: RecordDict) -> Request:
@@ -223,6 +233,7 @@ class _Phase:
         self._kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
         self._flags: list[str] = []
         self._begins = False
+        self._entered = False
         self._diagnostics: Diagnostics | None = None
 
     def run(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
@@ -230,8 +241,7 @@ class _Phase:
         request, config = self._request, self._config
         refuse_unsafe(self._node, config)
         method = load_method(config, adapter_spec(config))
-        if request.phase not in (*method.phases, *(method.warmup_phases if method.warmup_rounds else ())):
-            raise Refusal("phase", "the method has no such phase")
+        check_training(request, config, method)
         method.check_download(request.phase, request.payload)
         examples, _ = split_holdout(config, self._node.examples(config))
         declared = self._node.declared(len(examples))
@@ -248,8 +258,7 @@ class _Phase:
         self._q = sampling_rate(config.train.batch_size, declared)
         self._declared = declared
         self._release = method.releases.get(request.phase)
-        self._check_sigma()
-        self._enter_round()
+        self._check_noise()
         payload = method.client(request.phase, request.payload, self)
         return self._finish(payload)
 
@@ -284,11 +293,13 @@ class _Phase:
         config = self._config
         trainer = self._trainer()
         if self._raw:
+            self._enter_round()
             self._diagnostics = trainer.train_plain(
                 trainables, self._steps, self._order("batches"), lr=lr, correction=correction
             )
             return
         self._charge()
+        self._enter_round()
         seeded = config.privacy.randomness == "seeded"
         seed = child_seed(config.seed, "noise", self._request.fingerprint) if seeded else None
         randomness = make_randomness(config.privacy.randomness, seed)
@@ -375,10 +386,15 @@ class _Phase:
                 raise Refusal("changed", f"{what} changed during the run; a change needs a new run")
         if request.round < frozen["round"]:
             raise Refusal("order", f"round {request.round} was asked for after round {frozen['round']}")
-        self._frozen = (name, {**frozen, "round": request.round})
+        if request.acknowledged < frozen.get("acknowledged", 0):
+            raise Refusal("order", "a reply of this node that counted before cannot stop counting")
+        self._frozen = (name, {**frozen, "round": request.round, "acknowledged": request.acknowledged})
 
     def _enter_round(self) -> None:
         """Put on record what :meth:`_freeze` compares with; a request that was refused has moved nothing."""
+        if self._entered:
+            return
+        self._entered = True
         name, facts = self._frozen
         self._store.save_json(name, facts)
         if self._begins and self._node.retention_days is not None:
@@ -387,13 +403,15 @@ class _Phase:
             except (PrivetError, OSError):
                 log.exception("what earlier runs left could not be purged")
 
-    def _check_sigma(self) -> None:
+    def _check_noise(self) -> None:
         """Recompute the noise from this node's own q and refuse a lower one (design rule 9)."""
         request = self._request
-        if not self._config.privacy.private:
-            return
         if request.planned_steps < self._steps:
             raise Refusal("sigma", "fewer steps are planned than this round takes")
+        if request.planned_steps > self._steps * self._config.federation.rounds:
+            raise Refusal("sigma", "more steps are planned than the run's rounds take")
+        if not self._config.privacy.private:
+            return
         if is_enough(self._config, self._q, request.planned_steps, request.sigma):
             return
         needed = required_sigma(self._config, self._q, request.planned_steps)
@@ -436,6 +454,7 @@ class _Phase:
     def _finish(self, payload: Payload) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Log what stays, then store the reply with everything that was kept, then let it go."""
         seen = self._diagnostics
+        self._enter_round()
         self._log(seen)
         for arrays in (payload.adapter, payload.head):
             check_arrays(arrays, {n: tuple(v.shape) for n, v in arrays.items()}, "reply")

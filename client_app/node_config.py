@@ -171,7 +171,10 @@ class NodeConfig:
             return self.store
         if not request_store:
             raise _wrong("the node was started without a store")
-        return Path(request_store) / self.name
+        folder = Path(request_store)
+        if not request_store.isprintable() or not folder.is_absolute() or ".." in folder.parts:
+            raise Refusal("malformed", "the store of a simulation is an absolute path without '..'")
+        return folder / self.name
 
     def examples(self, config: Config, *, tell: bool = False) -> Examples:
         """Load this node's usable rows; a real node may have none for what the task selects.

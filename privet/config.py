@@ -294,11 +294,14 @@ class Config:
         """Read what :meth:`to_json` wrote, with all checks."""
         try:
             raw = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError("the configuration is not valid JSON") from None
         if not isinstance(raw, dict):
             raise ConfigError("the configuration is not a JSON object")
-        return cls.from_dict(raw)
+        try:
+            return cls.from_dict(raw)
+        except (OverflowError, RecursionError):
+            raise ConfigError("the configuration holds a number or a group of settings without end") from None
 
     @property
     def hash(self) -> str:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from privet.config import FederationConfig
+from privet.config import Config, FederationConfig
 from privet.errors import ConfigError
 from privet.seeding import child_seed
 
@@ -85,3 +85,10 @@ def draw_schedule(
         chosen = random.Random(child_seed(seed, "schedule", i)).sample(names, size)
         rounds.append(Round(number, phases, tuple(sorted(chosen))))
     return Schedule(tuple(rounds))
+
+
+def is_scored(config: Config, warmup_rounds: int, number: int) -> bool:
+    """Whether a round is followed by a score: every few training rounds, and the last one."""
+    trained = number - warmup_rounds
+    last = number == config.federation.rounds
+    return trained > 0 and (trained % config.evaluate_every == 0 or last)

@@ -8,16 +8,17 @@ setting is written twice. The loop that drives the server half is in :mod:`strat
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from privet.adapters import AdaptedModel, AdapterSpec, Shapes, count
 from privet.config import Config, parse
 from privet.corrections import Correction
-from privet.errors import ConfigError
+from privet.errors import ConfigError, Refusal
 from privet.trainables import Factors, Trainables
 from privet.wire import Arrays, Payload, check_arrays
 from strategies.merging import Merger, WeightedMean
@@ -209,11 +210,18 @@ class LoraStrategy(RoundStrategy):
         """Return the adapter and head arrays that a valid request carries."""
         return self.exchanged, self.shared_head
 
+    def once_names(self, phase: str) -> Collection[str]:
+        """Return the one-off arrays that a request may carry."""
+        return ()
+
     def check_download(self, phase: str, payload: Payload) -> None:
         """Raise Refusal unless a request carries what it should; one-off material is checked where it is used."""
         adapter, head = self.download_shapes(phase)
         check_arrays(payload.adapter, adapter, "adapter")
         check_arrays(payload.head, head, "head")
+        for name in payload.once:
+            if name not in self.once_names(phase):
+                raise Refusal("shape", f"unexpected array '{name[:80]}' in once")
 
     def personal(self, received: Payload, memory: Memory) -> Arrays | None:
         """Return the values of the node's own model, for scoring; None where it has none.
@@ -292,6 +300,6 @@ def load_method(config: Config, spec: AdapterSpec) -> LoraStrategy:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError):
         raise ConfigError(f"method._target_ = {target!r} does not exist") from None
-    if not (isinstance(cls, type) and issubclass(cls, LoraStrategy)):
+    if not (isinstance(cls, type) and issubclass(cls, LoraStrategy)) or inspect.isabstract(cls):
         raise ConfigError(f"method._target_ = {target!r} is not allowed: a LoraStrategy")
     return cls(config, spec)

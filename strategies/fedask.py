@@ -12,7 +12,7 @@ then narrower than the mean of several products, unless ``sketch=exact`` makes i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -35,7 +35,7 @@ from privet.lowrank import (
     vanished,
 )
 from privet.trainables import Factors
-from privet.wire import Arrays, Payload, check_arrays
+from privet.wire import Arrays, Payload
 from strategies.base import LoraStrategy, Session
 from strategies.merging import KeptMean, Merger, WeightedMean
 from strategies.rounds import check_payload
@@ -206,6 +206,10 @@ class FedASK(LoraStrategy):
 
     # --- client half -----------------------------------------------------------------------------
 
+    def once_names(self, phase: str) -> Collection[str]:
+        """The checksum of Omega, for a sketch."""
+        return (_CHECKSUM,) if phase == "sketch" else ()
+
     def check_download(self, phase: str, payload: Payload) -> None:
         """With ``sketch=exact`` accept any basis up to the sketch's own width."""
         if phase != "project" or self.params.sketch == "fixed":
@@ -215,8 +219,7 @@ class FedASK(LoraStrategy):
             sent = payload.adapter.get(name)
             if sent is not None and sent.dim() == 2:
                 adapter[name] = (rows, min(max(1, sent.shape[1]), width))
-        check_arrays(payload.adapter, adapter, "adapter")
-        check_arrays(payload.head, {}, "head")
+        check_payload(payload, adapter, {})
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Train and send a sketch (or B); in the second phase project what was kept."""

@@ -9,7 +9,7 @@ clipped and noised vector, also those that never leave, and round 0 is charged l
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -97,6 +97,10 @@ class FedPer(LoraStrategy):
         return count(self.private), _BYTES * count(self.private)
 
     # --- client half -----------------------------------------------------------------------------
+
+    def once_names(self, phase: str) -> Collection[str]:
+        """The start of the private layers, for a training round."""
+        return self.private if phase == "train" else ()
 
     def client(self, phase: str, received: Payload, session: Session) -> Payload:
         """Train all layers; in a training round, start from the node's own private ones and keep them."""

@@ -28,7 +28,7 @@ from privet.plan import NodePlan
 from privet.privacy.accounting import Step
 from privet.privacy.spending import Spending
 from privet.quantise import Decoded, decode
-from privet.schedule import Round, Schedule
+from privet.schedule import Round, Schedule, is_scored
 from privet.wire import (
     Arrays,
     Failed,
@@ -267,10 +267,8 @@ class RoundStrategy(Strategy):
         return result
 
     def _is_scored(self, plan: Round) -> bool:
-        """Whether a round is followed by a score: every few training rounds, and the last one."""
-        trained = plan.number - self.run.schedule.warmup_rounds
-        last = plan.number == len(self.run.schedule.rounds)
-        return trained > 0 and (trained % self.config.evaluate_every == 0 or last)
+        """Whether a round is followed by a score."""
+        return is_scored(self.config, self.run.schedule.warmup_rounds, plan.number)
 
     def _round(
         self, grid: Grid, plan: Round, state: Arrays, timeout: float

@@ -469,11 +469,14 @@ def test_wrong_node_settings_are_refused_by_name(keys: dict[str, Any], words: st
         NodeConfig.read({"partition-id": 0, **keys})
 
 
-def test_a_refused_request_does_not_move_the_node_to_its_round(ask: Callable[..., Request]) -> None:
-    trained(ask())
-    assert refused(ask(round=3, phase="warmup")) == "phase"  # the method has no warm-up
-    assert refused(ask(round=3, sigma=0.01)) == "sigma"
-    trained(ask(round=2))
+def test_a_refused_request_does_not_move_the_node_to_its_round(
+    ask: Callable[..., Request], settings: list[str]
+) -> None:
+    config = compose([*settings, "method=ffa_lora", "federation.rounds=3"])
+    trained(ask(config=config))
+    assert refused(ask(config=config, round=3, phase="warmup")) == "phase"  # the method has no warm-up
+    assert refused(ask(config=config, round=3, sigma=0.01)) == "sigma"
+    trained(ask(config=config, round=2))
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.uint16])
