@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from torch import Tensor
 
 from privet.code import code_hash as code_hash
@@ -285,11 +286,22 @@ def unpack_failure(content: RecordDict) -> Failed | None:
     return Failed(node, kind, " ".join(reason.split()), record.get("uncharged") is True)
 
 
+_FLOWER_ERRORS = {
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "the node could not load the app",
+    ErrorCode.MESSAGE_UNAVAILABLE: "the message is gone",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "the reply came too late",
+    ErrorCode.NODE_UNAVAILABLE: "the node is gone",
+    ErrorCode.CLIENT_APP_CRASHED: "the node's client process ended before it answered",
+}
+
+
 def error_of(message: Message) -> Failed | None:
     """Return why a reply message counts as failed, or None if it carries content to unpack."""
     if message.has_error():
         # Flower's own error text may hold an exception of the node, so only its code is kept.
-        return Failed("", "flower", f"Flower reports error code {message.error.code}")
+        code = message.error.code
+        means = f": {_FLOWER_ERRORS[code]}" if code in _FLOWER_ERRORS else ""
+        return Failed("", "flower", f"Flower reports error code {code}{means}")
     return unpack_failure(message.content)
 
 
