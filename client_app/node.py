@@ -29,11 +29,11 @@ from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
 from privet.config import Config
 from privet.corrections import Correction
-from privet.data.collate import tokenise
 from privet.data.holdout import split_holdout
 from privet.data.tasks import snapshot
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
+from privet.kinds.catalogue import kind_of
 from privet.plan import is_enough, required_sigma
 from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
@@ -334,8 +334,16 @@ class _Phase:
     def _trainer(self) -> Trainer:
         config = self._config
         tokenizer = load_tokenizer(config.model)
-        rows = tokenise(tokenizer, self._examples, config.model.max_length)
-        return Trainer(self.model, rows, int(tokenizer.pad_token_id or 0), config.train, config.privacy)
+        kind = kind_of(config.task)
+        rows = kind.tokenise(tokenizer, self._examples, config.model.max_length)
+        if len(rows) and not kind.learns(rows):
+            if self._raw or self._node.simulated:
+                raise Refusal(
+                    "no-tokens", "no row of this node has a token to learn: is model.max_length too short?"
+                )
+            log.warning("no row of this node has a token to learn")  # that it is so is private
+        pad_id = int(tokenizer.pad_token_id or 0)
+        return Trainer(self.model, rows, pad_id, config.train, config.privacy, kind)
 
     def _order(self, purpose: str) -> int:
         """Return the seed of batches that need not be secret."""

@@ -9,12 +9,11 @@ from client_app.node_config import NodeConfig
 from client_app.store import NodeStore
 from privet.adapters import adapter_spec, load_model, load_tokenizer
 from privet.config import Config
-from privet.data.collate import tokenise
 from privet.data.holdout import split_holdout
 from privet.data.tasks import Examples, load_node_file, load_test
 from privet.devices import pick_device, pick_dtype
 from privet.errors import Refusal
-from privet.predict import score
+from privet.kinds.catalogue import kind_of
 from privet.wire import Arrays, Request, Scores, check_arrays
 from strategies.base import load_method
 
@@ -46,7 +45,8 @@ def score_models(node: NodeConfig, request: Request, config: Config, store: Node
     torch.set_num_threads(train.threads)
     model = load_model(config, device=device, dtype=pick_dtype(train.dtype, device))
     tokenizer = load_tokenizer(config.model)
-    rows = tokenise(tokenizer, examples, config.model.max_length)
+    kind = kind_of(config.task)
+    rows = kind.tokenise(tokenizer, examples, config.model.max_length)
     pad_id = int(tokenizer.pad_token_id or 0)
 
     kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
@@ -58,7 +58,7 @@ def score_models(node: NodeConfig, request: Request, config: Config, store: Node
     for name, changed in models.items():
         if changed is not None:
             model.load(changed)
-            values |= {f"{name}.{key}": v for key, v in score(model, rows, pad_id, _BATCH).items()}
+            values |= {f"{name}.{key}": v for key, v in kind.score(model, rows, pad_id, _BATCH).items()}
     return Scores(
         node=node.name,
         request=request.fingerprint,

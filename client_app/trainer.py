@@ -16,8 +16,9 @@ from torch import Tensor
 from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
 from privet.corrections import Correction
-from privet.data.collate import Tokenised, microbatches, pad_batch
-from privet.losses import classification
+from privet.data.collate import Tokenised, microbatches
+from privet.kinds.base import TaskKind
+from privet.kinds.classification import Classification
 from privet.privacy.engine import Clipped, GradientEngine
 from privet.privacy.low_rank import WeightProduct
 from privet.privacy.moments import KINDS
@@ -63,11 +64,20 @@ class Trainer:
         Token id of the padding.
     train, privacy : TrainConfig, PrivacyConfig
         Settings of the run.
+    kind : TaskKind
+        Makes batches of rows, and one loss an example of a batch; default classification.
     """
 
     def __init__(
-        self, model: AdaptedModel, rows: Tokenised, pad_id: int, train: TrainConfig, privacy: PrivacyConfig
+        self,
+        model: AdaptedModel,
+        rows: Tokenised,
+        pad_id: int,
+        train: TrainConfig,
+        privacy: PrivacyConfig,
+        kind: TaskKind | None = None,
     ) -> None:
+        self._kind = kind or Classification()
         self._model = model
         self._rows = rows
         self._lengths = rows.lengths
@@ -213,9 +223,8 @@ class Trainer:
 
     def _losses(self, rows: Rows) -> Tensor:
         """Return one loss an example (batch,), so that no example's gradient depends on another's."""
-        batch = pad_batch(self._rows, rows, self._pad_id, self._model.device)
-        labels = batch.pop("labels")
-        return classification(self._model.module(**batch), labels)
+        batch = self._kind.collate(self._rows, rows, self._pad_id, self._model.device)
+        return self._kind.losses(self._model.module, batch)
 
     # --- around the steps ------------------------------------------------------------------------
 

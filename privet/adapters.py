@@ -1,4 +1,4 @@
-"""The frozen base model with its LoRA factors and its classification head.
+"""The frozen base model with its LoRA factors and, for classification, its head.
 
 Every tensor that a method may touch has one name: ``<module>.lora_A.weight`` (r x n),
 ``<module>.lora_B.weight`` (m x r) and the head's ``head.*`` (mean pooling) or the model's own head names.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -32,7 +33,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from privet.config import Config, ModelConfig, unknown
+from privet.config import Config, ModelConfig, TaskConfig, unknown
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
 from privet.lowrank import factorise
@@ -157,7 +158,28 @@ class ModelClassifier(nn.Module):
         return {n: m for n, m in children if n != inner and next(m.parameters(), None) is not None}
 
 
-Classifier = MeanPooledClassifier | ModelClassifier
+class LanguageModel(nn.Module):
+    """A causal language model, which has no head besides its own output layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The module that LoRA is injected into and whose names the targets have."""
+        return self.model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Return logits (batch x tokens x vocabulary)."""
+        return cast(Tensor, self.model(**inputs, use_cache=False).logits)
+
+    def head_modules(self) -> dict[str, nn.Module]:
+        """No module: nothing but the adapter trains."""
+        return {}
+
+
+Learner = MeanPooledClassifier | ModelClassifier | LanguageModel
 
 
 class AdaptedModel:
@@ -167,7 +189,7 @@ class AdaptedModel:
     nothing of one client reaches the next.
     """
 
-    def __init__(self, module: Classifier, spec: AdapterSpec, seed: int, head: str) -> None:
+    def __init__(self, module: Learner, spec: AdapterSpec, seed: int, head: str | None) -> None:
         self.module = module
         self.spec = spec
         self._initial = initial_tensors(spec, seed, head)
@@ -270,7 +292,7 @@ def _check_shapes(values: Mapping[str, Tensor], expected: Mapping[str, tuple[int
             )
 
 
-def initial_tensors(spec: AdapterSpec, seed: int, head: str) -> dict[str, Tensor]:
+def initial_tensors(spec: AdapterSpec, seed: int, head: str | None) -> dict[str, Tensor]:
     """Return PEFT's initialisation from the run seed, equal on every machine.
 
     A is Kaiming-uniform with a = sqrt(5), that is U(-1/sqrt(n), 1/sqrt(n)), B is zero. A `frozen` head is drawn
@@ -292,7 +314,7 @@ def initial_tensors(spec: AdapterSpec, seed: int, head: str) -> dict[str, Tensor
     return out
 
 
-def _named_parameters(module: Classifier, spec: AdapterSpec) -> dict[str, nn.Parameter]:
+def _named_parameters(module: Learner, spec: AdapterSpec) -> dict[str, nn.Parameter]:
     """Map Privet's names to live parameters."""
     out: dict[str, nn.Parameter] = {}
     for target in spec.targets:
@@ -309,7 +331,7 @@ def _named_parameters(module: Classifier, spec: AdapterSpec) -> dict[str, nn.Par
 
 
 def model_config(model: ModelConfig, labels: int) -> Any:
-    """Return the transformers configuration; reads a config file at most."""
+    """Return the transformers configuration for that many labels, 0 of a language model; reads a file at most."""
     if model.architecture is not None:
         values = dict(model.architecture)
         with _building(model):
@@ -319,7 +341,8 @@ def model_config(model: ModelConfig, labels: int) -> Any:
             config = AutoConfig.from_pretrained(
                 _location(model), revision=model.revision or "main", trust_remote_code=False
             )
-    config.num_labels = labels
+    if labels:
+        config.num_labels = labels
     return config
 
 
@@ -432,9 +455,9 @@ def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
 
 def _bare_module(
     config: Config, transformers_config: Any, *, random: bool, dtype: torch.dtype | None = None
-) -> Classifier:
+) -> Learner:
     model, task = config.model, config.task
-    auto = AutoModel if task.pooling == "mean" else AutoModelForSequenceClassification
+    auto, wrap = _classes(task, transformers_config)
     if random:
         with _building(model):
             backbone = auto.from_config(transformers_config)
@@ -448,9 +471,28 @@ def _bare_module(
                 use_safetensors=True,
                 trust_remote_code=False,
             )
+    return wrap(backbone)
+
+
+def _classes(task: TaskConfig, transformers_config: Any) -> tuple[Any, Callable[[Any], Learner]]:
+    """Return the class of transformers that a task needs, and what makes its model one that trains here.
+
+    Raises
+    ------
+    ConfigError
+        For a language model's task with a model that sees what follows a token.
+    """
+    if task.generates:
+        sees_ahead = getattr(transformers_config, "is_decoder", True) is False
+        if sees_ahead or getattr(transformers_config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"task.kind = {task.kind} needs a causal language model, which "
+                f"{transformers_config.model_type} is not: choose another model"
+            )
+        return AutoModelForCausalLM, LanguageModel
     if task.pooling == "mean":
-        return MeanPooledClassifier(backbone, len(task.labels))
-    return ModelClassifier(backbone)
+        return AutoModel, lambda backbone: MeanPooledClassifier(backbone, len(task.labels))
+    return AutoModelForSequenceClassification, ModelClassifier
 
 
 def load_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedModel:
@@ -598,12 +640,18 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
         lora_alpha=lora.alpha * rank / lora.rank,  # type: ignore[arg-type]
         target_modules=[t.name for t in spec.targets],
         lora_dropout=lora.dropout,
-        task_type="SEQ_CLS" if own_head else "FEATURE_EXTRACTION",
+        task_type=_peft_task(config.task, own_head),
         modules_to_save=sorted({n.partition(".")[0] for n in spec.head}) if own_head else None,
         base_model_name_or_path=config.model.path or "random",
         inference_mode=True,
     )
     peft_config.save_pretrained(str(folder))
+
+
+def _peft_task(task: TaskConfig, own_head: bool) -> str:
+    if task.generates:
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if own_head else "FEATURE_EXTRACTION"
 
 
 def _with_deltas(spec: AdapterSpec, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:

@@ -82,36 +82,83 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A classification task over a table with a text and a label column.
+    """A task over a table with a text column and a column of what to answer: a label, or a text to write.
 
-    `path` may hold ``{client}``, which then names one file a client. `labels` lists the label values in
-    order; they come from the task, never from rows. `minimum` drops rows whose column is present and lower.
-    The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
+    `kind` says what is learnt: ``classification`` (one of `labels`, which stand in order and come from the task, never
+    from rows), ``generation`` (a text after a prompt) or ``instructions`` (a chat's answer; without `label_column`,
+    `text_column` holds whole chats). The last two train a language model, which has no head; `prompt` is what it
+    reads, with ``{text}`` and ``{pair}`` for the row's texts.
+
+    `path` may hold ``{client}``, which then names one file a client. `minimum` drops rows whose column is present and
+    lower. The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
     """
 
     name: str
+    kind: Literal["classification", "generation", "instructions"]
     path: str
     test_path: str | None
     test_rows: Annotated[int | None, Bounds(ge=1)]
     train_rows: Annotated[int | None, Bounds(ge=1)]
     text_column: str
     pair_column: str | None
-    label_column: str
+    label_column: str | None
     labels: tuple[str, ...]
+    prompt: str | None
     minimum: dict[str, float] | None
     deduplicate: bool
-    head: Literal["frozen", "shared", "local"]
-    pooling: Literal["mean", "model"]
+    head: Literal["frozen", "shared", "local"] | None
+    pooling: Literal["mean", "model"] | None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer is a text, which a language model writes."""
+        return self.kind != "classification"
 
     def __post_init__(self) -> None:
-        if len(self.labels) < 2:
-            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: at least two label values")
-        if len(set(self.labels)) != len(self.labels):
-            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: a label stands twice")
+        if self.generates:
+            self._check_texts()
+        else:
+            self._check_labels()
         if (self.test_path is None) == (self.test_rows is None):
             raise ConfigError("set exactly one of task.test_path and task.test_rows")
         if "{client}" in self.path and self.test_path is None:
             raise ConfigError("task.path with {client} needs task.test_path: a public test set")
+
+    def _check_labels(self) -> None:
+        if len(self.labels) < 2:
+            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: at least two label values")
+        if len(set(self.labels)) != len(self.labels):
+            raise ConfigError(f"task.labels = {list(self.labels)} is not allowed: a label stands twice")
+        for name in ("label_column", "head", "pooling"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"task.{name} = null is not allowed with task.kind=classification")
+        if self.prompt is not None:
+            raise ConfigError("task.prompt has no effect with task.kind=classification: null")
+
+    def _check_texts(self) -> None:
+        for name in ("head", "pooling"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"task.{name} = {value} has no effect with task.kind={self.kind}: "
+                    "a language model has no head (null)"
+                )
+        if self.labels:
+            raise ConfigError(
+                f"task.labels has no effect with task.kind={self.kind}: the answers are texts ([])"
+            )
+        chats = self.label_column is None
+        if chats and self.kind != "instructions":
+            raise ConfigError("task.label_column = null is not allowed: the column of the texts to write")
+        if chats and (self.prompt is not None or self.pair_column is not None):
+            raise ConfigError(
+                "task.prompt and task.pair_column have no effect without task.label_column: the chats are whole"
+            )
+        for hole, column in (("{text}", self.text_column), ("{pair}", self.pair_column)):
+            if not chats and (hole in (self.prompt or "{text}")) != (column is not None):
+                raise ConfigError(
+                    f"task.prompt = {self.prompt!r} is not allowed: {hole} stands in it exactly where the task "
+                    "has that column"
+                )
 
 
 @dataclass(frozen=True)

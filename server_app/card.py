@@ -29,6 +29,16 @@ tokens = AutoTokenizer.from_pretrained(tokenizer)("some text", return_tensors="p
 logits = model(**tokens).logits
 """
 
+_LANGUAGE = """
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+words = AutoTokenizer.from_pretrained(tokenizer)
+prompt = words("some text", return_tensors="pt", return_token_type_ids=False)
+written = model.generate(**prompt, max_new_tokens=20)
+"""
+
 _NO_HEAD = """
 from peft import PeftModel
 from transformers import AutoModel
@@ -66,7 +76,7 @@ def privacy_card(config: Config, summary: dict[str, Any], privacy: dict[str, Any
         *_usage(config).strip().splitlines(),
         "```",
         "",
-        f"Labels, in order: {', '.join(config.task.labels)}. Texts are cut to {config.model.max_length} tokens.",
+        f"{_answers(config)} Texts are cut to {config.model.max_length} tokens.",
         "",
     ]
     return "\n".join(lines)
@@ -99,9 +109,21 @@ def _privacy_lines(config: Config, privacy: dict[str, Any]) -> list[str]:
     return out
 
 
+def _answers(config: Config) -> str:
+    """Say what the model answers with."""
+    task = config.task
+    if not task.generates:
+        return f"Labels, in order: {', '.join(task.labels)}."
+    if task.kind == "instructions":
+        return "The model answers chats that are written by its tokenizer's chat template."
+    return f"The model goes on from prompts of the form {task.prompt or '{text}'!r}."
+
+
 def _usage(config: Config) -> str:
     """Return the lines that load the adapter in plain transformers; a test runs them."""
-    if config.task.head == "local":
+    if config.task.generates:
+        body = _LANGUAGE
+    elif config.task.head == "local":
         body = _NO_HEAD
     elif config.task.pooling == "mean":
         body = _MEAN_HEAD

@@ -9,10 +9,9 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from privet.adapters import load_model, load_tokenizer
 from privet.config import Config
-from privet.data.collate import tokenise
 from privet.data.tasks import load_test
 from privet.devices import pick_device, pick_dtype
-from privet.predict import score
+from privet.kinds.catalogue import kind_of
 from strategies.rounds import from_record
 
 
@@ -36,16 +35,17 @@ class Evaluator:
         self.model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
         tokenizer = load_tokenizer(config.model)
         self._pad_id = int(tokenizer.pad_token_id or 0)
-        self.rows = tokenise(tokenizer, load_test(config.task), config.model.max_length)
+        self._kind = kind_of(config.task)
+        self.rows = self._kind.tokenise(tokenizer, load_test(config.task), config.model.max_length)
 
     def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
-        """Return accuracy and mean cross-entropy of a model given by its changed values; an ``evaluate_fn``."""
+        """Return the scores of a model given by its changed values; an ``evaluate_fn``."""
         self.model.load(from_record(arrays))
         # Clients are idle while the server scores, so it may use every core for that while.
         before = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
-            scores = score(self.model, self.rows, self._pad_id, 32)
+            scores = self._kind.score(self.model, self.rows, self._pad_id, 32)
         finally:
             torch.set_num_threads(before)
         return MetricRecord({**scores, "examples": len(self.rows)})

@@ -20,7 +20,9 @@ class Probe(LoraStrategy):
         super().__init__(config, spec)
         if not self.trained_head:
             raise ConfigError(
-                "method=probe trains the head alone, so task.head = frozen is not allowed: shared or local"
+                f"method=probe trains the head alone, which a language model (task.kind={config.task.kind}) has not"
+                if config.task.generates
+                else "method=probe trains the head alone, so task.head = frozen is not allowed: shared or local"
             )
 
     @property

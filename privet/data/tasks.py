@@ -1,4 +1,4 @@
-"""Classification tasks: from a table to texts and label indices, with a public test set apart.
+"""Tasks: from a table to texts and what to answer, with a public test set apart.
 
 The label set comes from the task and never from rows, so that a node's rows decide nothing that others see.
 """
@@ -19,7 +19,10 @@ import numpy as np
 import pandas as pd
 
 from privet.config import TaskConfig
-from privet.data.sources import read_table, resolve_path
+from privet.data.chats import split_chats
+from privet.data.examples import Examples as Examples
+from privet.data.hub import HubTable
+from privet.data.sources import find_table, read_table, resolve_path
 from privet.errors import ConfigError, DataError
 
 log = logging.getLogger("privet")
@@ -28,41 +31,6 @@ CLIENT = "{client}"
 LABEL = "label"
 _MOST_PLACES = 5
 _NO_NUMBER = frozenset({"", "na", "n/a", "nan", "null", "none"})
-
-
-@dataclass(frozen=True, eq=False)
-class Examples:
-    """Rows of a classification task, in a fixed order.
-
-    Attributes
-    ----------
-    texts : list of str
-        n texts, none of them blank.
-    pairs : list of str or None
-        The second text of every row, for tasks over pairs.
-    labels : numpy.ndarray
-        (n,) int64, indices into ``task.labels``.
-    columns : numpy.ndarray or None
-        (n,) texts of the column that a partition asked for.
-    """
-
-    texts: list[str]
-    pairs: list[str] | None
-    labels: np.ndarray
-    columns: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def take(self, indices: Sequence[int] | np.ndarray) -> Examples:
-        """Return the rows at `indices`, in that order."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        return Examples(
-            texts=[self.texts[i] for i in chosen],
-            pairs=None if self.pairs is None else [self.pairs[i] for i in chosen],
-            labels=self.labels[chosen],
-            columns=None if self.columns is None else self.columns[chosen],
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +117,7 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
     """
     if CLIENT in cfg.path:
         raise ConfigError("task.path with {client} is one file a client: there is no table to split")
-    path = resolve_path(cfg.path)
+    path = find_table(cfg.path)
     rows, dropped = _load(path, cfg, column)
     missing = sorted(set(range(len(cfg.labels))) - set(rows.labels.tolist()))
     if missing:
@@ -158,7 +126,7 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
             f"({len(rows)} rows have one of task.labels; left out: {_counts(dropped)})"
         )
     if cfg.test_path is not None:
-        train, test = rows, load_test(cfg)
+        train, test = rows, _load(resolve_path(cfg.test_path), cfg, None)[0]
     else:
         train, test = _split(rows, cfg, path, dropped)
     if cfg.train_rows is not None:
@@ -172,7 +140,7 @@ def load_test(cfg: TaskConfig) -> Examples:
     """Load the public test rows only; raises as :func:`load_task` does."""
     if cfg.test_path is None:
         return load_task(cfg).test
-    return _load(resolve_path(cfg.test_path), cfg, None)[0]
+    return _load(find_table(cfg.test_path), cfg, None)[0]
 
 
 def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
@@ -199,7 +167,7 @@ def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
     name = str(client)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or ".." in name:
         raise ConfigError(f"client name {name!r} is not allowed in a path: letters, digits, '.', '_' and '-'")
-    rows = _load(resolve_path(cfg.path.replace(CLIENT, name)), cfg, None)[0]
+    rows = _load(find_table(cfg.path.replace(CLIENT, name)), cfg, None)[0]
     return rows if cfg.train_rows is None else _first(rows, min(cfg.train_rows, len(rows)))
 
 
@@ -296,9 +264,10 @@ def _own_path(path: str) -> Path:
 
 
 def snapshot(examples: Examples) -> str:
-    """Return the SHA-256 over texts, pairs and labels in their order: equal exactly for equal rows."""
+    """Return the SHA-256 over texts, pairs, labels and answers in their order: equal exactly for equal rows."""
     digest = hashlib.sha256()
-    for texts in (examples.texts, examples.pairs):
+    answers = () if examples.targets is None else (examples.targets,)
+    for texts in (examples.texts, examples.pairs, *answers):
         digest.update(b"none" if texts is None else b"%d" % len(texts))
         for text in texts or ():
             raw = text.encode()
@@ -312,7 +281,7 @@ def snapshot(examples: Examples) -> str:
 
 
 def _load(
-    path: Path,
+    path: Path | HubTable,
     cfg: TaskConfig,
     column: str | None,
     *,
@@ -325,17 +294,26 @@ def _load(
     On a real `node` no row may decide over another, unequal one, and no usable row is an answer too. Columns
     that the node has not `named` itself are the server's choice.
     """
+    if column == LABEL and cfg.generates:
+        raise ConfigError(
+            f"federation.partition.column = {LABEL} is not possible with task.kind={cfg.kind}: name a column"
+        )
     column = cfg.label_column if column == LABEL else column
+    answer = cfg.label_column
     texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
-    wanted = [*texts, cfg.label_column] if column is None else [*texts, cfg.label_column, column]
+    wanted = [name for name in (*texts, answer, column) if name is not None]
     minimum = cfg.minimum or {}
     chosen = [name for name in (*wanted, *minimum) if name not in named] if node else []
     frame = read_table(path, [*wanted, *minimum], lenient=chosen)
+    if answer is None:
+        frame, answer = split_chats(frame, cfg.text_column, path, strict=not node)
+        wanted.append(answer)
     cells = {name: np.array(_cells(frame[name], path, strict=not node), dtype=object) for name in wanted}
     grades = {name: _numbers(frame[name], path, strict=not node) for name in minimum}
 
     index = {value: i for i, value in enumerate(cfg.labels)}
-    codes = np.array([index.get(value.strip(), -1) for value in cells[cfg.label_column]], dtype=np.int64)
+    unknown = 0 if cfg.generates else -1
+    codes = np.array([index.get(value.strip(), unknown) for value in cells[answer]], dtype=np.int64)
     rows = np.arange(len(frame))
     dropped: Counter[str] = Counter()
 
@@ -348,14 +326,14 @@ def _load(
                 seen += (rows[~mask][: _MOST_PLACES - len(seen)] + 1).tolist()
             rows = rows[mask]
 
-    keep(_filled(cells[cfg.label_column][rows]), "without a label")
+    keep(_filled(cells[answer][rows]), "without an answer" if cfg.generates else "without a label")
     keep(codes[rows] >= 0, "with a label not in task.labels")
-    for name in texts:
+    for name in texts[:1] if cfg.generates else texts:  # a second text of a prompt may be empty
         keep(_filled(cells[name][rows]), "without a text")
     for name, least in minimum.items():
         keep(~(grades[name][rows] < least), "below task.minimum")  # NaN: not graded, so not below
     if cfg.deduplicate:
-        same = [*texts, cfg.label_column] if node else texts
+        same = [*texts, answer] if node or cfg.generates else texts
         keep(~_repeated([cells[name][rows] for name in same]), "with the text of an earlier row")
     if len(rows) == 0 and not node:
         raise DataError(f"'{path}' has no usable row; left out: {_counts(dropped)}")
@@ -368,7 +346,8 @@ def _load(
                 f"'{path}': column '{column}' is empty in {blank} rows, so no client would get them"
             )
     pairs = None if cfg.pair_column is None else cells[cfg.pair_column][rows].tolist()
-    return Examples(cells[cfg.text_column][rows].tolist(), pairs, codes[rows], columns), dropped
+    targets = cells[answer][rows].tolist() if cfg.generates else None
+    return Examples(cells[cfg.text_column][rows].tolist(), pairs, codes[rows], columns, targets), dropped
 
 
 def _filled(cells: np.ndarray) -> np.ndarray:
@@ -382,7 +361,7 @@ def _repeated(columns: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([first.setdefault(row, i) != i for i, row in enumerate(rows)], dtype=bool)
 
 
-def _cells(column: pd.Series, path: Path, *, strict: bool = True) -> list[str]:
+def _cells(column: pd.Series, path: Path | HubTable, *, strict: bool = True) -> list[str]:
     """Return the cells as texts that a tokenizer accepts; a missing cell is the empty text.
 
     A list or an object is an error where `strict`, and else a missing cell.
@@ -412,7 +391,7 @@ def _cell(value: Any) -> str | None:
     return str(value)
 
 
-def _numbers(column: pd.Series, path: Path, *, strict: bool = True) -> np.ndarray:
+def _numbers(column: pd.Series, path: Path | HubTable, *, strict: bool = True) -> np.ndarray:
     """Return the cells as float64, (n,), NaN where a cell is missing.
 
     What is no number is an error where `strict`, and else below every number.
@@ -448,7 +427,7 @@ def _first(examples: Examples, count: int) -> Examples:
 
 
 def _split(
-    examples: Examples, cfg: TaskConfig, path: Path, dropped: Counter[str]
+    examples: Examples, cfg: TaskConfig, path: Path | HubTable, dropped: Counter[str]
 ) -> tuple[Examples, Examples]:
     assert cfg.test_rows is not None
     order = _by_hash(examples.texts)

@@ -18,6 +18,7 @@ def task(tmp_path: Path) -> Callable[..., TaskConfig]:
     def make(**changes: Any) -> TaskConfig:
         values: dict[str, Any] = {
             "name": "csv",
+            "kind": "classification",
             "path": str(tmp_path / "table.csv"),
             "test_path": None,
             "test_rows": 2,
@@ -26,6 +27,7 @@ def task(tmp_path: Path) -> Callable[..., TaskConfig]:
             "pair_column": None,
             "label_column": "label",
             "labels": ("no", "yes"),
+            "prompt": None,
             "minimum": {},
             "deduplicate": False,
             "head": "shared",

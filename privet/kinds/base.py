@@ -1,0 +1,54 @@
+"""What a kind of task is to everything that trains or scores: tokens, batches, one loss an example, scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from privet.adapters import AdaptedModel
+from privet.config import TaskConfig
+from privet.data.collate import Tokenised, pad_batch
+from privet.data.examples import Examples
+
+
+class TaskKind(ABC):
+    """One kind of task, as ``task.kind`` names it.
+
+    Attributes
+    ----------
+    name : str
+        The value of ``task.kind``.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def of(cls, task: TaskConfig) -> Self:
+        """Return the kind with what it needs of a task's settings."""
+        return cls()
+
+    @abstractmethod
+    def tokenise(self, tokenizer: Any, examples: Examples, max_length: int) -> Tokenised:
+        """Return every row's tokens, at most `max_length`; no row's depend on another's."""
+
+    def collate(
+        self, rows: Tokenised, indices: np.ndarray, pad_id: int, device: torch.device | str
+    ) -> dict[str, Tensor]:
+        """Return the rows at `indices` as one padded batch: the model's inputs and ``labels``."""
+        return pad_batch(rows, indices, pad_id, device)
+
+    @abstractmethod
+    def losses(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return one loss an example, (b,), that depends on no other example of the batch."""
+
+    def learns(self, rows: Tokenised) -> bool:
+        """Whether any row has something to learn."""
+        return len(rows) > 0
+
+    @abstractmethod
+    def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
+        """Return the model's scores over the rows, computed `size` rows at a time."""
