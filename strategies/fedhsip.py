@@ -385,9 +385,10 @@ class FedHSIP(LoraStrategy):
         kept = material or session.recall("rule") or {}
         if digest is None or not kept or not torch.equal(_digest(kept), digest):
             raise Refusal(NEEDS_ONCE, "the projection rule is not in this node's store")
+        rule = _unpack_rule(kept, self.total, self.dimension)
         if material:
             session.keep("rule", material)
-        return _unpack_rule(kept, self.total, self.dimension)
+        return rule
 
     # --- pieces for both -------------------------------------------------------------------------
 
