@@ -91,6 +91,7 @@ class TaskConfig:
 
     `path` may hold ``{client}``, which then names one file a client. `minimum` drops rows whose column is present and
     lower. The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
+    With `validation_rows`, so many training rows are set apart and scored in its place, to tune settings on.
     """
 
     name: str
@@ -98,6 +99,7 @@ class TaskConfig:
     path: str
     test_path: str | None
     test_rows: Annotated[int | None, Bounds(ge=1)]
+    validation_rows: Annotated[int | None, Bounds(ge=1)]
     train_rows: Annotated[int | None, Bounds(ge=1)]
     text_column: str
     pair_column: str | None
@@ -123,6 +125,10 @@ class TaskConfig:
             raise ConfigError("set exactly one of task.test_path and task.test_rows")
         if "{client}" in self.path and self.test_path is None:
             raise ConfigError("task.path with {client} needs task.test_path: a public test set")
+        if "{client}" in self.path and self.validation_rows is not None:
+            raise ConfigError(
+                "task.validation_rows needs one table to set rows apart from, not a file for each client"
+            )
 
     def _check_labels(self) -> None:
         if len(self.labels) < 2:

@@ -82,6 +82,10 @@ def warnings(config: Config, plans: Mapping[str, NodePlan]) -> list[str]:
     out = []
     if config.task.head == "local" and config.scores_on_server:
         out.append("task.head=local: the server has no head, so it scores nothing; evaluation=client does")
+    if config.task.validation_rows is not None:
+        out.append(
+            "task.validation_rows: scores are of training rows set apart; no epsilon covers what is chosen by them"
+        )
     if not config.privacy.private:
         return ["not private: privacy=none, the model may remember single rows", *out]
     if config.privacy.randomness == "seeded":

@@ -367,7 +367,7 @@ def _to_tensor(name: str, array: Array) -> Tensor:
         stream = BytesIO(array.data)
         if np.lib.format.read_magic(stream) != (1, 0):
             raise ValueError
-        shape, turned, kind = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
+        shape, turned, kind = np.lib.format.read_array_header_1_0(stream)
         begin, numbers = stream.tell(), math.prod(shape)
     except Exception:  # any fault of foreign bytes is the same fault
         raise Refusal("malformed", f"array '{name}' cannot be read") from None

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from privet.adapters import AdapterSpec, Shapes
 from privet.config import Config
 from privet.errors import ConfigError
+from privet.quantise import decode, encode
 from privet.trainables import Factors
 from privet.wire import Arrays, Payload
 from strategies.base import LoraStrategy, Session
@@ -99,6 +100,8 @@ class Scaffold(LoraStrategy):
         for name, value in end.items():
             gradient = (sent[name].double() - value.double()) / drift.rates[name]
             changes[_CONTROL + name] = (gradient - common[name].double()).float()  # c_k+ - c_k
+        if self.config.federation.upload == "int8":
+            changes = decode(encode(Payload(changes))).adapter  # c_k moves by what the server will read
         new = {_NEW + n: own[n] + changes[_CONTROL + n] for n in self.controlled}
         old = {_OLD + n: own[n] for n in self.controlled}
         session.keep("controls", {**old, **new, _ROUND: torch.tensor(session.round)})

@@ -21,22 +21,9 @@ from server_app.results import RunDirectory
 from strategies.checkpoint import Checkpoint
 from tests.conftest import Outcome, state_of
 from tests.grid import Killed
+from tests.strategies.session import TINY
 
 Run = Callable[..., Outcome]
-
-METHODS = {
-    "fedavg": [],
-    "ffa_lora": [],
-    "fedask": [],
-    "fedrand": [],
-    "fedsvd": [],
-    "fedsa": ["method.global_b=mean"],
-    "fedper": ["method.shared_layers=1"],
-    "unilora": [],
-    "fedpara": [],
-    "fedhsip": ["method.warmup_rounds=1"],
-    "probe": [],
-}
 
 
 def asks(message: Message, phase: str | None = None, round_number: int | None = None) -> bool:
@@ -163,11 +150,11 @@ def test_a_run_killed_anywhere_ends_bit_equal_without_privacy(
     expect_equal(run(*overrides), killed(*overrides, **points[place]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TINY)
 def test_every_method_resumes_bit_equal(run: Run, killed: Callable[..., Outcome], method: str) -> None:
     overrides = [
         f"method={method}",
-        *METHODS[method],
+        *TINY[method],
         "privacy=none",
         "federation.rounds=3",
         "evaluation=both",

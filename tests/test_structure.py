@@ -56,6 +56,7 @@ def test_every_method_has_one_file_and_one_yaml() -> None:
         "base",
         "checkpoint",
         "exchange",
+        "folding",
         "merging",
         "rounds",
     }

@@ -97,7 +97,8 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
     """Load the one table of a task and set the public test rows apart.
 
     The test set is `test_path`, or the `test_rows` rows whose text sorts first by SHA-256, whatever the seed
-    and the order of the file. No text stands on both sides of that split.
+    and the order of the file. No text stands on both sides of that split. With `validation_rows`, that many
+    training rows, by another such order, take the place of the test set, whose rows nothing sees then.
 
     Parameters
     ----------
@@ -126,9 +127,11 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
             f"({len(rows)} rows have one of task.labels; left out: {_counts(dropped)})"
         )
     if cfg.test_path is not None:
-        train, test = rows, _load(resolve_path(cfg.test_path), cfg, None)[0]
+        train, test = rows, _load(find_table(cfg.test_path), cfg, None)[0]
     else:
-        train, test = _split(rows, cfg, path, dropped)
+        train, test = _set_apart(rows, cfg.test_rows or 0, "", "test", path, dropped)
+    if cfg.validation_rows is not None:
+        train, test = _set_apart(train, cfg.validation_rows, "validation:", "validation", path, dropped)
     if cfg.train_rows is not None:
         if cfg.train_rows > len(train):
             raise DataError(f"task.train_rows = {cfg.train_rows} is not possible: '{path}' has {len(train)}")
@@ -138,7 +141,7 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
 
 def load_test(cfg: TaskConfig) -> Examples:
     """Load the public test rows only; raises as :func:`load_task` does."""
-    if cfg.test_path is None:
+    if cfg.test_path is None or cfg.validation_rows is not None:
         return load_task(cfg).test
     return _load(find_table(cfg.test_path), cfg, None)[0]
 
@@ -426,19 +429,18 @@ def _first(examples: Examples, count: int) -> Examples:
     return examples.take(np.sort(_by_hash(examples.texts, "train:")[:count]))
 
 
-def _split(
-    examples: Examples, cfg: TaskConfig, path: Path | HubTable, dropped: Counter[str]
+def _set_apart(
+    examples: Examples, count: int, prefix: str, name: str, path: Path | HubTable, dropped: Counter[str]
 ) -> tuple[Examples, Examples]:
-    assert cfg.test_rows is not None
-    order = _by_hash(examples.texts)
-    test = examples.take(np.sort(order[: cfg.test_rows]))
-    public = set(test.texts)
-    rest = [i for i in np.sort(order[cfg.test_rows :]) if examples.texts[i] not in public]
-    if overlap := len(examples) - len(test) - len(rest):
-        dropped["with the text of a test row"] += overlap
+    """Split off the `count` rows that sort first by hash; no text of theirs is left among the others."""
+    order = _by_hash(examples.texts, prefix)
+    apart = examples.take(np.sort(order[:count]))
+    public = set(apart.texts)
+    rest = [i for i in np.sort(order[count:]) if examples.texts[i] not in public]
+    if overlap := len(examples) - len(apart) - len(rest):
+        dropped[f"with the text of a {name} row"] += overlap
     if not rest:
         raise DataError(
-            f"task.test_rows = {cfg.test_rows} leaves no row to train on: "
-            f"'{path}' has {len(examples)} usable rows"
+            f"task.{name}_rows = {count} leaves no row to train on: '{path}' has {len(examples)} usable rows"
         )
-    return examples.take(rest), test
+    return examples.take(rest), apart

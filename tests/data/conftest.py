@@ -22,6 +22,7 @@ def task(tmp_path: Path) -> Callable[..., TaskConfig]:
             "path": str(tmp_path / "table.csv"),
             "test_path": None,
             "test_rows": 2,
+            "validation_rows": None,
             "train_rows": None,
             "text_column": "text",
             "pair_column": None,

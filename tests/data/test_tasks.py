@@ -127,6 +127,31 @@ def test_train_rows_are_chosen_by_hash(task, numbered) -> None:
     assert some.texts == [text for text in everything.texts if text in set(some.texts)]  # the file's order
 
 
+def test_validation_rows_take_the_place_of_the_test_rows(task, numbered) -> None:
+    numbered(40)
+    whole, tuned = load_task(task(test_rows=7)), load_task(task(test_rows=7, validation_rows=5))
+    key = lambda text: hashlib.sha256(f"validation:{text}".encode()).hexdigest()  # noqa: E731
+    assert set(tuned.test.texts) == set(sorted(whole.train.texts, key=key)[:5])
+    assert set(tuned.train.texts) == set(whole.train.texts) - set(tuned.test.texts)
+    assert load_test(task(test_rows=7, validation_rows=5)).texts == tuned.test.texts
+
+
+def test_validation_rows_beside_a_test_file(task, numbered) -> None:
+    numbered(10)
+    public = numbered(4, "public.csv", prefix="public")
+    cfg = task(test_path=str(public), test_rows=None, validation_rows=3)
+    assert len(load_task(cfg).train) == 7
+    assert load_test(cfg).texts == load_task(cfg).test.texts
+    assert not any(text.startswith("public") for text in load_test(cfg).texts)
+
+
+def test_no_text_of_a_validation_row_trains(task, table) -> None:
+    table("text,label\n" + "same,no\nsame,yes\nsame,no\n" + "".join(f"note {i},yes\n" for i in range(9)))
+    for count in range(1, 8):
+        data = load_task(task(test_rows=1, validation_rows=count))
+        assert not set(data.train.texts) & set(data.test.texts)
+
+
 def test_own_test_file(task, numbered) -> None:
     numbered(10)
     public = numbered(4, "public.csv", prefix="public")
@@ -164,6 +189,9 @@ def test_impossible_sizes(task, numbered) -> None:
     numbered(10)
     assert "task.test_rows = 10 leaves no row to train on" in refused(task(test_rows=10))
     assert "task.train_rows = 9 is not possible" in refused(task(test_rows=2, train_rows=9))
+    assert "task.validation_rows = 8 leaves no row" in refused(task(test_rows=2, validation_rows=8))
+    with pytest.raises(ConfigError, match=r"task\.validation_rows needs one table"):
+        task(path="site_{client}.csv", test_path="public.csv", test_rows=None, validation_rows=1)
 
 
 def test_minimum_needs_numbers(task, table) -> None:

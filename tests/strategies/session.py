@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from privet.adapters import AdaptedModel, TargetModule, adapter_spec, initial_tensors, load_model
-from privet.config import compose
+from privet.config import compose, options
 from privet.privacy.rng import make_randomness
 from privet.trainables import Trainables
 from privet.wire import Arrays
 from strategies.base import LoraStrategy, load_method
-from tests.conftest import Outcome, state_of
+from tests.conftest import Outcome
 
 Run = Callable[..., Outcome]
 Step = Callable[[AdaptedModel], Arrays]
@@ -34,6 +34,15 @@ def make(*overrides: str) -> LoraStrategy:
 def start(method: LoraStrategy) -> Arrays:
     config = method.config
     return method.initial(initial_tensors(method.spec, config.seed, config.task.head))
+
+
+TINY: dict[str, list[str]] = {
+    **{name: [] for name in options("method")},
+    "fedhsip": ["method.warmup_rounds=1"],
+    "fedper": ["method.shared_layers=1"],
+    "fedsa": ["method.global_b=mean"],
+}
+"""Every method, with what it needs to show itself in a run of a few rounds on the tiny model."""
 
 
 def random_values(method: LoraStrategy, seed: int = 0) -> Arrays:
@@ -150,14 +159,6 @@ def learns(run: Run, *overrides: str) -> Outcome:
     losses = [r["train_loss"] for r in outcome.rounds]
     assert losses[-1] < 0.75 * losses[0], losses
     return outcome
-
-
-def does_not_mind_the_order(run: Run, *overrides: str) -> None:
-    """The result is the same in whatever order replies come."""
-    first, second = (
-        finished(run("privacy=none", "evaluation=none", *overrides, reverse=r)) for r in (False, True)
-    )
-    expect_same(state_of(first), state_of(second))
 
 
 def on_empty_draws(run: Run, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Outcome:

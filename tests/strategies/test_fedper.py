@@ -17,13 +17,12 @@ from privet.errors import ConfigError, Refusal
 from privet.wire import Arrays, Payload
 from strategies.fedper import FedPer, layers_of
 from strategies.rounds import NEEDS_ONCE
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 from tests.strategies.session import (
     NODES,
     StubSession,
     adapter_of,
     all_moved,
-    does_not_mind_the_order,
     finished,
     kept_by,
     learns,
@@ -32,7 +31,6 @@ from tests.strategies.session import (
     one_round,
     random_values,
     start,
-    state_of,
 )
 
 Run = Callable[..., Outcome]
@@ -212,10 +210,6 @@ def test_a_run_without_privacy_learns_models_of_the_nodes(run: Run) -> None:
     # The server's model, scored and exported, has round 0's lower layers.
     state, exported = state_of(outcome), adapter_of(outcome)
     assert all(torch.equal(exported[f"base_model.model.{n}"], state[n]) for n in method.spec.lora)
-
-
-def test_the_order_of_replies_does_not_matter(run: Run) -> None:
-    does_not_mind_the_order(run, "method=fedper", ONE, "federation.rounds=3")
 
 
 def test_all_layers_shared_are_fedavg(run: Run) -> None:

@@ -16,13 +16,12 @@ from privet.errors import ConfigError, Refusal
 from privet.wire import Arrays, Payload
 from server_app.plan import make_plan
 from strategies.fedsa import FedSA
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 from tests.strategies.session import (
     NODES,
     StubSession,
     adapter_of,
     all_moved,
-    does_not_mind_the_order,
     finished,
     kept_by,
     learns,
@@ -31,7 +30,6 @@ from tests.strategies.session import (
     one_round,
     random_values,
     start,
-    state_of,
 )
 
 Run = Callable[..., Outcome]
@@ -172,11 +170,6 @@ def test_a_run_without_privacy_learns_models_of_the_nodes(run: Run) -> None:
         {n: ["fresh-head"] for n in NODES},
         *[{}] * 5,
     ]
-
-
-@pytest.mark.parametrize("global_b", ["none", "mean"])
-def test_the_order_of_replies_does_not_matter(run: Run, global_b: str) -> None:
-    does_not_mind_the_order(run, "method=fedsa", f"method.global_b={global_b}")
 
 
 def test_the_shown_b_is_averaged_counted_apart_scored_and_exported(run: Run) -> None:

@@ -9,14 +9,13 @@ from privet.adapters import AdaptedModel, count, load_model
 from privet.errors import ConfigError
 from privet.wire import Arrays
 from strategies.fedsvd import FedSVD
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 from tests.strategies.session import (
     NODES,
     Run,
     StubSession,
     adapter_of,
     all_moved,
-    does_not_mind_the_order,
     expect_same,
     finished,
     learns,
@@ -27,7 +26,6 @@ from tests.strategies.session import (
     random_values,
     relative,
     start,
-    state_of,
     with_numbered_noise,
 )
 
@@ -219,10 +217,6 @@ def test_real_messages_carry_both_factors_down_and_b_up(run: Run) -> None:
     outcome = finished(run("model=roberta_base_random", "method=fedsvd", *small, *rows, nodes=1))
     (record,) = outcome.rounds
     assert (record["upload_numbers"], record["download_numbers"]) == (147_456, 294_912)
-
-
-def test_the_order_of_replies_does_not_matter(run: Run) -> None:
-    does_not_mind_the_order(run, "method=fedsvd")
 
 
 def test_a_run_without_privacy_learns(run: Run) -> None:

@@ -13,18 +13,15 @@ from privet.errors import ConfigError
 from privet.projection import flatten
 from privet.trainables import THETA
 from strategies.unilora import UniLora
-from tests.conftest import Outcome
+from tests.conftest import Outcome, state_of
 from tests.strategies.session import (
     adapter_of,
     all_moved,
-    does_not_mind_the_order,
     expect_same,
     finished,
-    learns,
     make,
     on_empty_draws,
     start,
-    state_of,
     with_numbered_noise,
 )
 
@@ -109,14 +106,6 @@ def test_there_is_no_warmup_and_nothing_is_sent_once() -> None:
 def test_what_it_does_not_have_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         unilora(override)
-
-
-def test_a_run_without_privacy_learns(run: Run) -> None:
-    learns(run, "method=unilora")
-
-
-def test_the_order_of_replies_does_not_matter(run: Run) -> None:
-    does_not_mind_the_order(run, "method=unilora")
 
 
 def test_a_private_run_noises_theta_and_stays_in_its_budget(

@@ -1,0 +1,173 @@
+"""All methods that share a global model, and the probe, under one protocol: tuned alike, three seeds, private and not.
+
+    python -m benchmarks.comparison [--runs runs/comparison] [--minutes 55] [--table] [key=value ...]
+
+Stage 1: every method trains at the private budget with its learning rate times 1/3, 1 and 3 (the probe's head rate),
+scored on rows set apart from the training rows. The best rate is kept; no epsilon covers this choice. Stage 2: three
+other seeds with that rate at the private budget, and with the method's own untuned rate without privacy, scored on
+the public test rows. ``key=value`` changes the setting of all runs.
+
+Every run is a `privet run` in a folder of its own: the same command again goes on where the last one stopped.
+``--minutes`` starts no run after that time; ``--table`` starts none at all. Prints the tables of docs/results.md from
+the runs that are there, and leaves a cell open whose runs are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from privet import runner
+from privet.config import compose
+from privet.launcher import command_path
+from privet.sweep import main_metric
+
+METHODS = (
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "fedex",
+    "flora",
+    "ffa_lora",
+    "fedsvd",
+    "fedask",
+    "fedhsip",
+    "unilora",
+    "fedrand",
+    "probe",
+)
+FACTORS = (1 / 3, 1.0, 3.0)
+SEEDS = (1, 2, 3)
+BUDGETS = ("dp", "none")
+PROTOCOL = ["train.local_steps=2", "evaluate_every=6"]
+VALIDATION = ["task.validation_rows=1300", "privacy=dp", "seed=0"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: where it is kept, and its settings."""
+
+    path: Path
+    overrides: list[str]
+
+    def accuracy(self) -> float | None:
+        """Its last score; None: it is not finished."""
+        found = main_metric(runner.read_summary(self.path)) if runner.is_completed(self.path) else None
+        return None if found is None else found[1]
+
+    def launch(self) -> None:
+        """Start it, or go on with it, and wait for its end."""
+        begun = runner.state_of(self.path) != "missing"
+        what = (
+            ["--resume", str(self.path)]
+            if begun
+            else ["--runs", str(self.path.parent), "--name", self.path.name, *self.overrides]
+        )
+        print(f"{time.strftime('%H:%M')} {self.path.name}", file=sys.stderr, flush=True)
+        log = self.path.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as out:
+            code = subprocess.call([command_path("privet"), "run", *what], stdout=out, stderr=out)
+        if code:
+            raise SystemExit(f"{self.path.name} failed: see {log}")
+
+
+class Comparison:
+    """The plan of all runs; each knows whether it is done."""
+
+    def __init__(self, folder: Path, methods: Sequence[str], common: Sequence[str]) -> None:
+        self.folder, self.methods, self.common = folder, methods, [*PROTOCOL, *common]
+
+    def tuning(self, method: str) -> dict[float, Trial]:
+        """The trials of stage 1, by learning rate."""
+        name = "head_lr" if method == "probe" else "lr"
+        rate = getattr(compose([f"method={method}", *self.common, "privacy=dp"]).train, name)
+        trials = {}
+        for value in (float(f"{rate * factor:.2g}") for factor in FACTORS):
+            settings = [f"method={method}", f"train.{name}={value}", *VALIDATION, *self.common]
+            trials[value] = Trial(self.folder / f"tune-{method}-{value:g}", settings)
+        return trials
+
+    def rate(self, method: str) -> float | None:
+        """The rate that stage 1 found; None: it is not finished. Of equal scores the smallest rate."""
+        scores = {rate: trial.accuracy() for rate, trial in self.tuning(method).items()}
+        found = {rate: score for rate, score in scores.items() if score is not None}
+        return max(found, key=lambda rate: found[rate]) if len(found) == len(scores) else None
+
+    def final(self, method: str, budget: str, seed: int) -> Trial | None:
+        """A run of stage 2; None: its rate is not known yet."""
+        settings = [f"method={method}", f"privacy={budget}", f"seed={seed}", *self.common]
+        if budget == "dp":
+            rate = self.rate(method)
+            if rate is None:
+                return None
+            settings.append(f"train.{'head_lr' if method == 'probe' else 'lr'}={rate}")
+        return Trial(self.folder / f"{method}-{budget}-{seed}", settings)
+
+    def todo(self) -> Iterator[Trial]:
+        """Every run that is not finished, in an order that leaves whole rows first."""
+        for method in self.methods:
+            yield from (t for t in self.tuning(method).values() if t.accuracy() is None)
+        for seed in SEEDS:
+            for budget in BUDGETS:
+                for method in self.methods:
+                    trial = self.final(method, budget, seed)
+                    if trial is not None and trial.accuracy() is None:
+                        yield trial
+
+    def tables(self) -> str:
+        """Both tables in Markdown, accuracies in per cent."""
+        lines = ["| method | rates tried, and the accuracy on validation rows | rate |", "|---|---|---|"]
+        for method in self.methods:
+            tried = [f"{rate:g}: {_cell([t])}" for rate, t in self.tuning(method).items()]
+            rate = self.rate(method)
+            lines.append(f"| `{method}` | {', '.join(tried)} | {'' if rate is None else f'{rate:g}'} |")
+        epsilon = compose([*self.common, "privacy=dp"]).privacy.epsilon
+        lines += ["", f"| method | epsilon {epsilon:g} | not private |", "|---|---|---|"]
+        for method in self.methods:
+            cells = [_cell([self.final(method, b, s) for s in SEEDS]) for b in BUDGETS]
+            lines.append(f"| `{method}` | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+def _cell(trials: Sequence[Trial | None]) -> str:
+    """Mean and standard deviation of the finished runs, with their number where some are open."""
+    scores = [100 * s for t in trials if t is not None and (s := t.accuracy()) is not None]
+    if not scores:
+        return "open"
+    spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
+    part = f" ({len(scores)} of {len(trials)})" if len(scores) < len(trials) else ""
+    return f"{statistics.mean(scores):.2f}{spread}{part}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is open, and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/comparison"))
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--table", action="store_true", help="print the tables only")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(argv)
+    comparison = Comparison(arguments.runs.absolute(), arguments.methods, arguments.overrides)
+    until = time.monotonic() + 60 * arguments.minutes
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    while not arguments.table and time.monotonic() < until:
+        trial = next(comparison.todo(), None)
+        if trial is None:
+            break
+        trial.launch()
+    print(comparison.tables())
+
+
+if __name__ == "__main__":
+    main()
