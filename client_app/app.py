@@ -27,7 +27,7 @@ def train(message: Message, context: Context) -> Message:
 
         return answer_train(message.content, context.node_config)
 
-    return _guarded(handle, message)
+    return _guarded("train", handle, message, context)
 
 
 @app.evaluate()
@@ -39,7 +39,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
         return answer_evaluate(message.content, context.node_config)
 
-    return _guarded(handle, message)
+    return _guarded("evaluate", handle, message, context)
 
 
 @app.query("describe")
@@ -51,17 +51,31 @@ def describe(message: Message, context: Context) -> Message:
 
         return answer_describe(message.content, context.node_config)
 
-    return _guarded(handle, message)
+    return _guarded("describe", handle, message, context)
 
 
-def _guarded(handle: Callable[[], RecordDict], message: Message) -> Message:
+def _guarded(kind: str, handle: Callable[[], RecordDict], message: Message, context: Context) -> Message:
+    """Answer by the node's worker where it has one, else here."""
     try:
-        content = handle()
+        answered = _by_worker(kind, message, context)
+        content = handle() if answered is None else answered
     except Exception as error:
         # The traceback is for this node's own log. Only the kind crosses the wire.
         logging.getLogger("privet").exception("this node could not answer")
-        kind = type(error).__name__
-        reason = f"{kind}; the node's own log has more{_HINTS.get(kind, '')}"
-        failed = ConfigRecord({"node": "", "kind": "error", "reason": reason, "uncharged": False})
-        content = RecordDict({"failed": failed})
+        content = RecordDict({"failed": failure(error)})
     return Message(content, reply_to=message)
+
+
+def failure(error: Exception) -> ConfigRecord:
+    """Return what crosses the wire of an error that is no refusal."""
+    kind = type(error).__name__
+    reason = f"{kind}; the node's own log has more{_HINTS.get(kind, '')}"
+    return ConfigRecord({"node": "", "kind": "error", "reason": reason, "uncharged": False})
+
+
+def _by_worker(kind: str, message: Message, context: Context) -> RecordDict | None:
+    if "worker" not in context.node_config:
+        return None
+    from client_app.courier import carry
+
+    return carry(kind, message.content, context.node_config)

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from cryptography.x509.oid import NameOID
 from packaging.requirements import Requirement
 
+from client_app.frames import FrameError, ask
 from client_app.node_config import NodeConfig
 from client_app.store import read_facts
 from privet.config import Config
@@ -38,7 +39,7 @@ from privet.privacy.ledger import Ledger
 from privet.privacy.ledger import describe as describe_ledger
 from privet.versions import installed
 from privet.weights import base_weights
-from privet.wire import code_hash
+from privet.wire import code_hash, unpack_failure
 
 AHEAD, BEHIND = 5.0, 305.0
 """Seconds by which a node's clock may differ from the SuperLink's before Flower refuses the node's signature."""
@@ -47,6 +48,7 @@ SOON_DAYS = 30
 """A certificate that ends within so many days is worth a note."""
 
 _NETWORK_WAIT = 10.0
+_WORKER_WAIT = 60.0  # it may have to start, or a message may be under way
 _SMALLEST_GPU = 2**30
 
 
@@ -342,6 +344,62 @@ def check_ledger(node: NodeConfig) -> list[Finding]:
     ]
 
 
+# --- worker --------------------------------------------------------------------------------------
+
+
+def check_worker(node: NodeConfig, raw: Mapping[str, Any]) -> list[Finding]:
+    """Look at the worker's socket and ask the worker who it is; under systemd that starts it."""
+    path = node.worker
+    if path is None:
+        return []
+    missing = _note if node.worker_optional else _wrong
+    try:
+        facts, folder = path.lstat(), path.parent.stat()
+    except FileNotFoundError:
+        return [missing("worker", f"no worker listens at {path}: start privet worker or its socket unit")]
+    except OSError as error:
+        return [
+            _note("worker", f"{path} cannot be looked at: {error.strerror}; ask as the SuperNode's account")
+        ]
+    if not stat.S_ISSOCK(facts.st_mode):
+        return [_wrong("worker", f"{path} is no socket")]
+    findings = []
+    for what, found, allowed in ((path, facts, 0o600), (path.parent, folder, 0o700)):
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & ~allowed:
+            findings.append(
+                _wrong("worker", f"{what} has mode {mode:04o}: others can reach it; {allowed:04o} is safe")
+            )
+    if facts.st_uid != os.geteuid():
+        text = f"{path} is for another account (uid {facts.st_uid}): only that one can ask the worker"
+        return [*findings, _note("worker", text)]
+    try:
+        answer = ask(str(path), code_hash(), raw, _WORKER_WAIT)
+    except ConnectionRefusedError:
+        return [*findings, missing("worker", f"{path} was left by a worker that is gone: start it again")]
+    except (FrameError, OSError) as error:
+        return [*findings, _wrong("worker", f"the worker at {path} does not answer: {error}")]
+    failed = unpack_failure(answer)
+    if failed is not None:
+        return [*findings, _wrong("worker", f"{failed.kind}: {failed.reason}")]
+    return findings or [_ok("worker", f"{path}, with this code and this node configuration")]
+
+
+def _hidden(node: NodeConfig) -> bool:
+    """Whether rows and store are another account's: the worker's, and this is the SuperNode's."""
+    if node.worker is None or node.data_path is None:
+        return False
+    try:
+        return not os.access(resolve_path(node.data_path), os.R_OK)
+    except ConfigError:
+        return False
+
+
+def _of_the_worker() -> list[Finding]:
+    text = "this account cannot read the table: ask as the worker's account for table, store and ledger"
+    return [_note("data", text)]
+
+
 # --- key, certificate, clock ---------------------------------------------------------------------
 
 
@@ -497,10 +555,10 @@ def examine(
             *check_code(node, bundle),
             *check_packages(bundle),
             *check_device(node, own),
-            *check_data(node, own),
+            *(_of_the_worker() if _hidden(node) else check_data(node, own)),
             *check_model(node, own),
-            *check_store(node),
-            *check_ledger(node),
+            *([] if _hidden(node) else (*check_store(node), *check_ledger(node))),
+            *check_worker(node, raw),
         ]
     if key is not None:
         findings += check_key(key)

@@ -20,17 +20,18 @@ import torch
 from flwr.app import RecordDict
 
 from client_app.claims import check_scoring, check_training
+from client_app.holdings import Holdings
 from client_app.memory import KeptArrays, commit, run_name, safe_run, secret_name
 from client_app.node_config import NodeConfig
 from client_app.retention import is_purged, purge
+from client_app.rows import Rows
 from client_app.scoring import refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
-from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
+from privet.adapters import AdaptedModel, adapter_spec, load_model
 from privet.config import Config
 from privet.corrections import Correction
 from privet.data.holdout import split_holdout
-from privet.data.tasks import snapshot
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
 from privet.kinds.catalogue import kind_of
@@ -91,8 +92,11 @@ def answer_describe(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         return _failure(error, name, uncharged=True)
 
 
-def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> RecordDict:
+def answer_train(
+    content: RecordDict, raw_node_config: Mapping[str, Any], holdings: Holdings | None = None
+) -> RecordDict:
     """Answer one phase of one round, or say in one line why not."""
+    holdings = holdings or Holdings()
     name = ""
     charged = False
 
@@ -105,10 +109,11 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
         name = node.name
         request = _own_request(node, content)
         config = _checked_config(node, request)
-        with NodeStore(node.root(request.store), node.name) as store:
+        with holdings.opened(node, request) as store:
             known = store.load_reply(request.fingerprint)
             if known is None:
-                known = _Phase(node, request, config, store, on_charge).run()
+                rows = holdings.rows(node, config, store)
+                known = _Phase(node, request, config, store, rows, on_charge).run()
             else:
                 charged = True
                 commit(store, known[1]["kept"])
@@ -118,8 +123,11 @@ def answer_train(content: RecordDict, raw_node_config: Mapping[str, Any]) -> Rec
         return _failure(error, name, uncharged=not charged and not isinstance(error, StoreError))
 
 
-def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> RecordDict:
+def answer_evaluate(
+    content: RecordDict, raw_node_config: Mapping[str, Any], holdings: Holdings | None = None
+) -> RecordDict:
     """Answer a request for scores of the server's model and of this node's own."""
+    holdings = holdings or Holdings()
     name = ""
     try:
         node = NodeConfig.read(raw_node_config)
@@ -130,7 +138,7 @@ def answer_evaluate(content: RecordDict, raw_node_config: Mapping[str, Any]) -> 
         config = _checked_config(node, request)
         refuse_unsafe(node, config)
         check_scoring(request, config, load_method(config, adapter_spec(config)))
-        with NodeStore(node.root(request.store), node.name) as store:
+        with holdings.opened(node, request) as store:
             refuse_foreign_run(store, request)
             return pack_scores(score_models(node, request, config, store))
     except PrivetError as error:
@@ -223,12 +231,14 @@ class _Phase:
         request: Request,
         config: Config,
         store: NodeStore,
+        rows: Rows,
         on_charge: Callable[[], None],
     ) -> None:
         self._node = node
         self._request = request
         self._config = config
         self._store = store
+        self._rows = rows
         self._on_charge = on_charge
         self._kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
         self._flags: list[str] = []
@@ -243,17 +253,15 @@ class _Phase:
         method = load_method(config, adapter_spec(config))
         check_training(request, config, method)
         method.check_download(request.phase, request.payload)
-        examples, _ = split_holdout(config, self._node.examples(config))
-        declared = self._node.declared(len(examples))
+        facts, declared = self._rows.facts, self._rows.declared
         self._raw = not config.privacy.private or request.phase in method.raw_phases
         if config.privacy.private and method.raw_phases:
             refuse_raw(self._node)
-        if declared < 1 or (len(examples) < 1 and self._raw):
+        if declared < 1 or (facts.usable < 1 and self._raw):
             # Under DP a node without usable rows trains on empty draws: that it has none is private.
             raise Refusal("zero-rows", "this node has no rows")
-        self._freeze(snapshot(examples), declared)
+        self._freeze(facts.snapshot, declared)
 
-        self._examples = examples
         self._steps = config.train.steps(declared)
         self._q = sampling_rate(config.train.batch_size, declared)
         self._declared = declared
@@ -333,17 +341,16 @@ class _Phase:
 
     def _trainer(self) -> Trainer:
         config = self._config
-        tokenizer = load_tokenizer(config.model)
         kind = kind_of(config.task)
-        rows = kind.tokenise(tokenizer, self._examples, config.model.max_length)
+        prepared = self._rows.prepared(kind.tokenise)
+        rows = prepared.rows
         if len(rows) and not kind.learns(rows):
             if self._raw or self._node.simulated:
                 raise Refusal(
                     "no-tokens", "no row of this node has a token to learn: is model.max_length too short?"
                 )
             log.warning("no row of this node has a token to learn")  # that it is so is private
-        pad_id = int(tokenizer.pad_token_id or 0)
-        return Trainer(self.model, rows, pad_id, config.train, config.privacy, kind)
+        return Trainer(self.model, rows, prepared.pad_id, config.train, config.privacy, kind)
 
     def _order(self, purpose: str) -> int:
         """Return the seed of batches that need not be secret."""

@@ -27,6 +27,8 @@ _OWN_KEYS = (
     "labels",
     "store",
     "retention-days",
+    "worker",
+    "worker-optional",
     "public-examples",
     "max-epsilon",
     "max-delta",
@@ -40,6 +42,7 @@ _OWN_KEYS = (
 _FLOWER_KEYS = ("partition-id", "num-partitions")
 _TABLE_KEYS = ("text-column", "pair-column", "label-column", "labels")
 _MOST_ROWS = 10**12
+_LONGEST_SOCKET = 107
 
 DEFAULT_MAX_DELTA = 1e-5
 """Largest delta that a node with a lifetime cap accepts: an epsilon means nothing beside a delta near 1."""
@@ -83,6 +86,10 @@ class NodeConfig:
         Where the base model of every run lies on this node (``model-path``), in place of ``model.path``.
     retention_days : int or None
         Days after which what an ended run left in the store is removed (``retention-days``); None: kept.
+    worker : Path or None
+        Socket of this node's ``privet worker``, through which every message goes (``worker``); None: none.
+    worker_optional : bool
+        Whether the ClientApp's process does the work where no worker listens (``worker-optional``; default: no).
     """
 
     name: str
@@ -101,6 +108,8 @@ class NodeConfig:
     device: str | None
     model_path: str | None
     retention_days: int | None
+    worker: Path | None
+    worker_optional: bool
 
     @property
     def simulated(self) -> bool:
@@ -151,6 +160,8 @@ class NodeConfig:
             device=_pattern(raw, "device", r"auto|cpu|cuda(:\d{1,3})?", "auto, cpu, cuda or cuda:N"),
             model_path=_model_path(_text(raw, "model-path")),
             retention_days=_count(raw, "retention-days", 1),
+            worker=_socket(_text(raw, "worker")),
+            worker_optional=_switch(raw, "worker-optional", False),
         )
 
     def adapt(self, config: Config) -> Config:
@@ -285,6 +296,12 @@ def _model_path(text: str | None) -> str | None:
     if text is not None and not text.startswith(("/", "~", "package:")):
         raise _wrong("model-path must be an absolute path: the model's folder on this machine")
     return text
+
+
+def _socket(text: str | None) -> Path | None:
+    if text is not None and (not text.startswith("/") or len(text.encode()) > _LONGEST_SOCKET):
+        raise _wrong(f"worker must be an absolute path of at most {_LONGEST_SOCKET} bytes: a Unix socket's")
+    return None if text is None else Path(text)
 
 
 def _own_names(raw: Mapping[str, Any]) -> OwnNames:

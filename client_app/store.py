@@ -114,11 +114,11 @@ class NodeStore:
 
     # --- tensors and values ----------------------------------------------------------------------
 
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], *, folder: str = "tensors") -> None:
         """Replace the tensors kept under `name`, atomically; they are stored from the CPU, bit by bit."""
-        self._write(self._path("tensors", name, ".safetensors"), _encode(tensors, {}))
+        self._write(self._path(folder, name, ".safetensors"), _encode(tensors, {}))
 
-    def load_tensors(self, name: str) -> dict[str, Tensor] | None:
+    def load_tensors(self, name: str, *, folder: str = "tensors") -> dict[str, Tensor] | None:
         """Return what :meth:`save_tensors` kept under `name`, on the CPU; None if there is nothing.
 
         Raises
@@ -126,7 +126,7 @@ class NodeStore:
         StoreError
             If the file is damaged.
         """
-        path = self._path("tensors", name, ".safetensors")
+        path = self._path(folder, name, ".safetensors")
         raw = self._read(path)
         return None if raw is None else _decode(raw, path)[0]
 
@@ -153,7 +153,7 @@ class NodeStore:
         """Forget the tensors kept under `name`, if there are any."""
         self._path("tensors", name, ".safetensors").unlink(missing_ok=True)
 
-    def save_json(self, name: str, value: Any) -> None:
+    def save_json(self, name: str, value: Any, *, folder: str = "json") -> None:
         """Replace the JSON value kept under `name`, atomically.
 
         Raises
@@ -166,9 +166,9 @@ class NodeStore:
         except (TypeError, ValueError) as err:
             raise StoreError(f"'{name}' cannot be kept as JSON: {err}") from None
         body = _canonical({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": value})
-        self._write(self._path("json", name, ".json"), body.encode())
+        self._write(self._path(folder, name, ".json"), body.encode())
 
-    def load_json(self, name: str) -> Any | None:
+    def load_json(self, name: str, *, folder: str = "json") -> Any | None:
         """Return what :meth:`save_json` kept under `name`; None if there is nothing.
 
         Raises
@@ -176,7 +176,7 @@ class NodeStore:
         StoreError
             If the file is damaged.
         """
-        path = self._path("json", name, ".json")
+        path = self._path(folder, name, ".json")
         raw = self._read(path)
         return None if raw is None else _open_envelope(raw, path)
 

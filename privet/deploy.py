@@ -66,6 +66,8 @@ class Deployment:
         Where the folders, the state and the commands will lie on the machines.
     user : str
         The account that the services run under.
+    worker : str or None
+        The account of ``privet worker``, one a SuperNode, which alone can read rows and store; None: no workers.
     """
 
     server_name: str
@@ -78,6 +80,7 @@ class Deployment:
     state: Path = Path("/var/lib/privet")
     bin: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")))
     user: str = "privet"
+    worker: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.server_name, *self.sans):
@@ -97,8 +100,13 @@ class Deployment:
                 raise ConfigError(f"{option} {value} is not allowed: 1 to {most}")
         if self.gpus is not None and not 1 <= self.gpus <= 64:
             raise ConfigError(f"--gpus {self.gpus} is not allowed: 1 to 64")
-        if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}", self.user):
-            raise ConfigError(f"--user {self.user} is not allowed: an account's name")
+        for option, account in (("--user", self.user), ("--worker", self.worker or "privet-worker")):
+            if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}", account):
+                raise ConfigError(f"{option} {account} is not allowed: an account's name")
+        if self.worker == self.user:
+            raise ConfigError(
+                f"--worker {self.worker} is not allowed: the services' own account could read the rows"
+            )
         for option, path in (("--etc", self.etc), ("--state", self.state), ("--bin", self.bin)):
             # Units and environment files have quoting rules of their own; such paths need none of them.
             if not path.is_absolute() or not re.fullmatch(r"[A-Za-z0-9/._+-]+", str(path)):
@@ -116,6 +124,18 @@ class Deployment:
                 port = _FIRST_RUNTIME_PORT + len(out)  # nodes may share a machine
                 out.append(SuperNode(name, node, None if self.gpus is None else gpu, port))
         return out
+
+    def settings(self, supernode: SuperNode) -> Path:
+        """Folder of a node's ``node.toml`` on its machine."""
+        return self.etc / ("nodes" if self.worker is None else "workers") / supernode.name
+
+    def node_state(self, supernode: SuperNode) -> Path:
+        """Folder below which a node's store lies."""
+        return self.state / supernode.name if self.worker is None else self.state / "workers" / supernode.name
+
+    def socket(self, supernode: SuperNode) -> Path:
+        """Where a node's worker listens."""
+        return Path("/run/privet") / supernode.name / "worker.sock"
 
     @property
     def address(self) -> str:
@@ -176,7 +196,11 @@ def _write_all(folder: Path, deployment: Deployment) -> str:
     _write(superlink / "server.key", _pem(server_key), private=True)
     _write(superlink / "server.crt", server.public_bytes(serialization.Encoding.PEM) + ca_pem)
     _write(superlink / "ca.crt", ca_pem)
-    _write(superlink / "superlink.env", _environment(deployment, "superlink", None).encode(), private=True)
+    _write(
+        superlink / "superlink.env",
+        _environment(deployment, deployment.state / "superlink", None).encode(),
+        private=True,
+    )
     _write(superlink / "privet-superlink.service", superlink_unit(deployment).encode())
     for supernode in deployment.supernodes:
         place = folder / "nodes" / supernode.name
@@ -186,19 +210,38 @@ def _write_all(folder: Path, deployment: Deployment) -> str:
         _write(place / "ca.crt", ca_pem)
         _write(place / "node.toml", _node_config(deployment, supernode).encode(), private=True)
         _write(
-            place / "node.env", _environment(deployment, supernode.name, supernode.gpu).encode(), private=True
+            place / "node.env",
+            _environment(deployment, deployment.state / supernode.name, supernode.gpu).encode(),
+            private=True,
         )
         _write(
             place / f"privet-supernode-{supernode.name}.service",
             supernode_unit(deployment, supernode).encode(),
         )
         _write(place / BUNDLE, bundle)
+        if deployment.worker is not None:
+            _write_worker(place, deployment, supernode)
     submit = folder / "submit"
     _write(submit / "ca.crt", ca_pem)
     _write(submit / "config.toml", _connection(deployment, submit).encode())
     text = commands(folder, deployment)
     _write(folder / "COMMANDS.md", text.encode())
     return text
+
+
+def _write_worker(place: Path, deployment: Deployment, supernode: SuperNode) -> None:
+    name, state = supernode.name, deployment.node_state(supernode)
+    environment = _environment(deployment, state, supernode.gpu)
+    _write(place / "worker.env", environment.encode(), private=True)
+    _write(place / f"privet-worker-{name}.service", worker_unit(deployment, supernode).encode())
+    _write(place / f"privet-worker-{name}.socket", worker_socket(deployment, supernode).encode())
+    folder = deployment.socket(supernode).parent
+    lines = [
+        f"d {folder.parent} 0755 root root -",
+        f"d {folder} 0700 {deployment.user} {deployment.user} -",
+        "",
+    ]
+    _write(place / f"privet-worker-{name}.conf", "\n".join(lines).encode())
 
 
 # --- keys and certificates -----------------------------------------------------------------------
@@ -335,6 +378,13 @@ RestartSec=$restart
 # The processes of a message end with their SuperNode, the ServerApp with its SuperLink.
 KillMode=control-group
 TimeoutStopSec=30
+$hardening
+
+[Install]
+WantedBy=multi-user.target
+""")
+
+_HARDENING = """\
 NoNewPrivileges=yes
 PrivateTmp=yes
 ProtectSystem=strict
@@ -342,10 +392,46 @@ ProtectHome=read-only
 ProtectKernelTunables=yes
 ProtectControlGroups=yes
 RestrictSUIDSGID=yes
-ReadWritePaths=$state
+ReadWritePaths={state}"""
+
+_WORKER_UNIT = string.Template("""\
+[Unit]
+Description=Privet worker: $name
+# Its socket starts it with the first message, and again after it ended because none came.
+Requires=privet-worker-$name.socket
+After=privet-worker-$name.socket
+StartLimitIntervalSec=0
+
+[Service]
+Type=simple
+User=$user
+Group=$user
+UMask=0077
+EnvironmentFile=$environment
+WorkingDirectory=$state
+ExecStart=$command
+Restart=on-failure
+RestartSec=5
+# A message under way has 25 s to end.
+KillMode=mixed
+TimeoutStopSec=40
+$hardening
+""")
+
+_WORKER_SOCKET = string.Template("""\
+[Unit]
+Description=Socket of the Privet worker: $name
+
+[Socket]
+ListenStream=$socket
+# The SuperNode's account alone; the folder is made by systemd-tmpfiles, mode 0700.
+SocketUser=$user
+SocketGroup=$user
+SocketMode=0600
+RemoveOnStop=yes
 
 [Install]
-WantedBy=multi-user.target
+WantedBy=sockets.target
 """)
 
 
@@ -369,6 +455,7 @@ def superlink_unit(deployment: Deployment) -> str:
         state=state,
         command=shlex.join(command),
         restart=5,
+        hardening=_HARDENING.format(state=state),
     )
 
 
@@ -385,7 +472,7 @@ def supernode_unit(deployment: Deployment, supernode: SuperNode) -> str:
         *("--root-certificates", str(etc / "ca.crt")),
         *("--auth-supernode-private-key", str(etc / "node.key")),
         *("--host", "127.0.0.1", "--port", str(supernode.port)),
-        *("--node-config", str(etc / "node.toml")),
+        *("--node-config", str(deployment.settings(supernode) / "node.toml")),
     ]
     return _UNIT.substitute(
         description=f"Flower SuperNode of Privet: {supernode.name}",
@@ -394,11 +481,36 @@ def supernode_unit(deployment: Deployment, supernode: SuperNode) -> str:
         state=state,
         command=shlex.join(command),
         restart=20,
+        hardening=_HARDENING.format(state=state),
     )
 
 
-def _environment(deployment: Deployment, name: str, gpu: int | None) -> str:
-    state = deployment.state / name
+def worker_unit(deployment: Deployment, supernode: SuperNode) -> str:
+    """Return the systemd unit of a node's worker, under an account of its own."""
+    assert deployment.worker is not None
+    etc, state = deployment.settings(supernode), deployment.node_state(supernode)
+    command = [
+        *(str(deployment.bin / "privet"), "worker", "--node-config", str(etc / "node.toml")),
+        *("--peer", deployment.user, "--idle", "30m", "--grace", "25s"),
+    ]
+    return _WORKER_UNIT.substitute(
+        name=supernode.name,
+        user=deployment.worker,
+        environment=etc / "worker.env",
+        state=state,
+        command=shlex.join(command),
+        hardening=_HARDENING.format(state=state),
+    )
+
+
+def worker_socket(deployment: Deployment, supernode: SuperNode) -> str:
+    """Return the systemd socket unit of a node's worker: the SuperNode's account alone may connect."""
+    return _WORKER_SOCKET.substitute(
+        name=supernode.name, user=deployment.user, socket=deployment.socket(supernode)
+    )
+
+
+def _environment(deployment: Deployment, state: Path, gpu: int | None) -> str:
     values = {
         **ENVIRONMENT,
         # Flower finds its own helper programs by PATH.
@@ -428,7 +540,8 @@ def _node_config(deployment: Deployment, supernode: SuperNode) -> str:
         "# What this node is and what its owner allows; no server can change it. See docs/deploy.md.",
         f"name = {json.dumps(supernode.name)}",
         f"data-path = {json.dumps(own)}  # a CSV, JSONL or Parquet table, or a datasets folder",
-        f"store = {json.dumps(str(deployment.state / supernode.name / 'store'))}",
+        f"store = {json.dumps(str(deployment.node_state(supernode) / 'store'))}",
+        *([] if deployment.worker is None else [f"worker = {json.dumps(str(deployment.socket(supernode)))}"]),
         "",
         '#text-column = "text"          # what this table calls the task\'s columns and labels',
         '#label-column = "label"',
@@ -490,6 +603,7 @@ def commands(folder: Path, deployment: Deployment) -> str:
     ]
     for supernode in every:
         name = supernode.name
+        alone, settings = deployment.worker is None, deployment.settings(supernode)
         lines += [
             "",
             f"## On the machine of {name}",
@@ -500,10 +614,11 @@ def commands(folder: Path, deployment: Deployment) -> str:
             f"id {user} || useradd --system --home-dir {state} --shell /usr/sbin/nologin {user}",
             f"install -d -m 0755 {etc} {etc}/nodes {state}",
             f"install -d -m 0700 {own} {etc}/nodes/{name} {state}/{name}",
-            f"install -m 0600 {own} node.key node.toml node.env {etc}/nodes/{name}/",
+            f"install -m 0600 {own} node.key {'node.toml ' if alone else ''}node.env {etc}/nodes/{name}/",
             f"install -m 0644 {own} ca.crt {BUNDLE} {etc}/nodes/{name}/",
             f"install -m 0644 privet-supernode-{name}.service /etc/systemd/system/",
-            f"sudo -u {user} {deployment.bin}/privet doctor --node-config {etc}/nodes/{name}/node.toml \\",
+            *_worker_commands(deployment, supernode),
+            f"sudo -u {user} {deployment.bin}/privet doctor --node-config {settings}/node.toml \\",
             f"  --bundle {etc}/nodes/{name}/{BUNDLE} --private-key {etc}/nodes/{name}/node.key \\",
             f"  --superlink {deployment.address} --root-certificates {etc}/nodes/{name}/ca.crt",
             f"systemctl daemon-reload && systemctl enable --now privet-supernode-{name}",
@@ -525,3 +640,25 @@ def commands(folder: Path, deployment: Deployment) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _worker_commands(deployment: Deployment, supernode: SuperNode) -> list[str]:
+    """Return what sets a node's worker up: rows and store are its account's, node.toml the SuperNode may read."""
+    if deployment.worker is None:
+        return []
+    name, account, user = supernode.name, deployment.worker, deployment.user
+    etc, state = deployment.settings(supernode), deployment.node_state(supernode)
+    unit = f"privet-worker-{name}"
+    return [
+        f"id {account} || useradd --system --home-dir {state.parent} --shell /usr/sbin/nologin {account}",
+        f"install -d -m 0755 {etc.parent} {state.parent}",
+        f"install -d -m 0750 -o {account} -g {user} {etc}",
+        f"install -d -m 0700 -o {account} -g {account} {state}",
+        f"install -m 0640 -o {account} -g {user} node.toml {etc}/",
+        f"install -m 0600 -o {account} -g {account} worker.env {etc}/",
+        f"install -m 0644 {unit}.service {unit}.socket /etc/systemd/system/",
+        f"install -m 0644 {unit}.conf /etc/tmpfiles.d/ && systemd-tmpfiles --create {unit}.conf",
+        f"systemctl daemon-reload && systemctl enable --now {unit}.socket",
+        f"# The table of data-path: readable by {account} only. As that account the doctor looks at table and store:",
+        f"sudo -u {account} {deployment.bin}/privet doctor --node-config {etc}/node.toml",
+    ]

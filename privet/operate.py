@@ -1,4 +1,4 @@
-"""What an operator types: ``privet deploy init``, ``doctor``, ``purge``, ``status`` and ``stop``.
+"""What an operator types: ``privet deploy init``, ``doctor``, ``worker``, ``purge``, ``status`` and ``stop``.
 
 ``status`` and ``stop`` ask the SuperLink that the user's Flower configuration names, by Flower's own commands.
 """
@@ -47,6 +47,14 @@ def add_commands(commands: Any) -> None:
     )
     init.add_argument("--bin", type=Path, default=None, help="commands on the machines (default: as here)")
     init.add_argument("--user", default="privet", help="account of the services (default: privet)")
+    init.add_argument(
+        "--worker",
+        nargs="?",
+        const="privet-worker",
+        default=None,
+        metavar="USER",
+        help="a privet worker for every SuperNode, under this account (default: privet-worker)",
+    )
     init.set_defaults(handler=_deploy_init)
 
     doctor = commands.add_parser(
@@ -73,6 +81,26 @@ def add_commands(commands: Any) -> None:
     doctor.add_argument("--private-key", type=Path, default=None, metavar="FILE", help="this node's key")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(handler=_doctor)
+
+    worker = commands.add_parser(
+        "worker", help="keep model and rows between messages", description=_worker.__doc__
+    )
+    worker.add_argument(
+        "--node-config", required=True, metavar="KEYS", help="as for flower-supernode, or a .toml file"
+    )
+    worker.add_argument(
+        "--idle",
+        default="30m",
+        metavar="TIME",
+        help="end after so long without a message; 0: never (default: 30m)",
+    )
+    worker.add_argument(
+        "--grace", default="25s", metavar="TIME", help="for the message under way on SIGTERM (default: 25s)"
+    )
+    worker.add_argument(
+        "--peer", default=None, metavar="USER", help="the SuperNode's account (default: this one)"
+    )
+    worker.set_defaults(handler=_worker)
 
     purge = commands.add_parser("purge", help="remove what ended runs left", description=_purge.__doc__)
     purge.add_argument("store", nargs="?", type=Path, default=None, metavar="STORE", help="a node's store")
@@ -121,6 +149,7 @@ def _deploy_init(arguments: argparse.Namespace) -> int:
         gpus=arguments.gpus,
         days=arguments.days,
         user=arguments.user,
+        worker=arguments.worker,
         **places,
     )
     print(deploy.init(arguments.folder, deployment), end="")
@@ -157,6 +186,30 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(str(f) for f in findings))
     return int(any(f.level == "wrong" for f in findings))
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    """Answer a node's messages in one process that keeps base model, rows, store and ledger between them.
+
+    The ClientApp hands messages over at the socket that `worker` in the node configuration names. Code other than this
+    installation's is refused, and so are other accounts.
+    """
+    import logging
+    import pwd
+
+    from client_app.node_config import parse_node_config
+    from client_app.worker import seconds, work
+
+    peers = None
+    if arguments.peer is not None:
+        try:
+            peers = frozenset({pwd.getpwnam(arguments.peer).pw_uid})
+        except KeyError:
+            raise ConfigError(f"--peer {arguments.peer}: there is no such account") from None
+    idle, grace = seconds(arguments.idle), seconds(arguments.grace)
+    quiet_libraries()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    return work(parse_node_config(arguments.node_config), idle=idle, grace=grace or 0.0, peers=peers)
 
 
 def _purge(arguments: argparse.Namespace) -> int:

@@ -253,3 +253,56 @@ def test_the_printed_commands_name_every_file_that_they_install(folder: Path) ->
         for path in (folder / place).iterdir():
             assert path.name in text, path
     assert "flwr supernode register $FLWR_HOME/keys/north.pub privet --name north" in text
+
+
+@pytest.fixture(scope="module")
+def site_with_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers") / "site"
+    options = ["--server-name", "hub", "--nodes", "north", "--worker"]
+    assert main(["deploy", "init", str(folder), *options]) == 0
+    return folder
+
+
+def test_a_worker_has_an_account_of_its_own_and_a_socket_for_the_supernodes(site_with_workers: Path) -> None:
+    place = site_with_workers / "nodes" / "north"
+    node = NodeConfig.read(tomllib.loads((place / "node.toml").read_text()))
+    assert str(node.store) == "/var/lib/privet/workers/north/store"
+    assert str(node.worker) == "/run/privet/north/worker.sock"
+
+    socket_unit = unit(place / "privet-worker-north.socket")["Socket"]
+    assert socket_unit["ListenStream"] == str(node.worker)
+    assert (socket_unit["SocketUser"], socket_unit["SocketMode"]) == ("privet", "0600")
+    service = unit(place / "privet-worker-north.service")["Service"]
+    assert service["User"] == "privet-worker"
+    assert service["Restart"] == "on-failure"  # not after an idle end: its socket starts it again
+    asked = options(service["ExecStart"])
+    assert asked["--peer"] == "privet"
+    assert asked["--node-config"] == "/etc/privet/workers/north/node.toml"
+    supernode = unit(place / "privet-supernode-north.service")["Service"]
+    assert supernode["User"] == "privet"
+    assert options(supernode["ExecStart"])["--node-config"] == asked["--node-config"]
+    assert "d /run/privet/north 0700 privet privet -" in (place / "privet-worker-north.conf").read_text()
+    assert stat.S_IMODE((place / "worker.env").stat().st_mode) == 0o600
+
+
+def test_the_commands_of_a_worker_keep_rows_and_store_from_the_supernode(site_with_workers: Path) -> None:
+    text = (site_with_workers / "COMMANDS.md").read_text()
+    assert "install -d -m 0700 -o privet-worker -g privet-worker /var/lib/privet/workers/north" in text
+    assert "install -m 0640 -o privet-worker -g privet node.toml /etc/privet/workers/north/" in text
+    assert not re.search(r"-o privet -g privet [^\n]*node\.toml", text)
+
+
+def test_the_services_account_cannot_be_the_workers() -> None:
+    with pytest.raises(ConfigError, match="could read the rows"):
+        Deployment("hub", ("north",), worker="privet")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_reads_a_workers_units(site_with_workers: Path, tmp_path: Path) -> None:
+    names = ("privet-worker-north.service", "privet-worker-north.socket")
+    for name in names:
+        text = (site_with_workers / "nodes" / "north" / name).read_text()
+        (tmp_path / name).write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", text))
+    command = ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / name) for name in names)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert "privet-worker" not in said, said
