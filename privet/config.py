@@ -67,7 +67,8 @@ class ModelConfig:
     """The frozen base model.
 
     `path` is a hub name, a local folder or ``package:module/folder``; with `architecture` the weights are
-    drawn from the seed instead. `sha256` (or a prefix of it) pins the weights file.
+    drawn from the seed instead. `sha256` (or a prefix of it) pins the weights file. `bits` quantises the frozen
+    weights when they are loaded; what trains stays float32.
     """
 
     name: str
@@ -76,8 +77,15 @@ class ModelConfig:
     sha256: str | None
     tokenizer: str | None
     architecture: dict[str, Any] | None
+    bits: Literal[4, 8] | None
     max_length: Annotated[int, Bounds(ge=2)]
     lora: LoraConfig
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and self.architecture is not None:
+            raise ConfigError(
+                f"model.bits = {self.bits} has no effect with model.architecture: random weights are not quantised"
+            )
 
 
 @dataclass(frozen=True)
