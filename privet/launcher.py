@@ -538,10 +538,16 @@ def _check_keys(app_dir: Path, run_config: Mapping[str, str | int]) -> None:
 
 
 def _with_ray_cpus(federation: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
-    """Bound Ray's CPUs: Flower starts one worker per share at once, each with the whole base model."""
+    """Bound Ray's CPUs: Flower starts one worker per share at once, each with the whole base model.
+
+    A cluster that is there already (``RAY_ADDRESS``) has the CPUs that it has: Ray refuses a number beside it.
+    """
     settings = dict(federation)
     share = int(settings.get("client-resources-num-cpus", 1))
     settings["client-resources-num-cpus"] = share
+    if os.environ.get("RAY_ADDRESS"):
+        settings.pop("init-args-num-cpus", None)
+        return settings
     useful = int(settings.get("num-supernodes", 2)) * share
     # At least one client must fit, or Flower would wait for ever with no worker.
     settings.setdefault("init-args-num-cpus", max(share, min(os.cpu_count() or 1, useful)))

@@ -78,7 +78,10 @@ def test_ray_gets_no_more_cpus_than_it_can_use(
     monkeypatch: pytest.MonkeyPatch, cores: int, federation: dict[str, str | int | float], cpus: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert launcher._with_ray_cpus(federation)["init-args-num-cpus"] == cpus
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # Ray refuses a number beside an existing cluster
+    assert "init-args-num-cpus" not in launcher._with_ray_cpus(federation)
 
 
 def test_stage_takes_the_app_and_nothing_else(tmp_path: Path) -> None:
