@@ -185,7 +185,8 @@ class Server:
                 if connection is None:
                     break
                 with connection:
-                    self._serve(connection)
+                    if not self._stopping:  # told to stop while it came: the message is left undone
+                        self._serve(connection)
         except Stopped:
             log.warning("the message under way was not finished: its phase counts as cut off")
         finally:
@@ -197,7 +198,7 @@ class Server:
         return int(self._broken)
 
     def _next(self) -> socket.socket | None:
-        ready, _, _ = select.select([self._listener, self._wake], [], [], self._idle)
+        ready, _, _ = select.select([self._listener.fileno(), self._wake], [], [], self._idle)
         if self._stopping:
             return None
         if not ready:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from privet.data.hub import HubTable
 from privet.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd  # a second to load, and most messages to a node read no table
 
 ROLES = ("system", "user", "assistant")
 Messages = list[dict[str, str]]

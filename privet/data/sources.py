@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Literal
 
 from privet.config import nearest
 from privet.data.hub import HUB, HubTable
 from privet.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pandas as pd  # a second to load, and most messages to a node read no table
 
 PACKAGE = "package:"
 _RECORDS = "records"
@@ -146,6 +147,8 @@ def _check_columns(path: Path | HubTable, names: Sequence[Any], wanted: Sequence
 
 
 def _read_delimited(path: Path, separator: str, quoting: Literal[0, 3]) -> pd.DataFrame:
+    import pandas as pd
+
     with path.open("rb") as file:
         utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # spreadsheet exports
     encoding = "utf-16" if utf16 else "utf-8-sig"
@@ -221,12 +224,16 @@ def _read_jsonl(path: Path, columns: list[str] | None) -> pd.DataFrame:
 
 
 def _from_records(records: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
     frame = pd.DataFrame(records, dtype=object)
     frame.attrs[_RECORDS] = True
     return frame
 
 
 def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
+    import pandas as pd
+
     try:
         content = json.loads(_text(path))
     except (ValueError, RecursionError) as err:

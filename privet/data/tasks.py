@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from privet.config import TaskConfig
 from privet.data.chats import split_chats
@@ -24,6 +23,9 @@ from privet.data.examples import Examples as Examples
 from privet.data.hub import HubTable
 from privet.data.sources import find_table, read_table, resolve_path
 from privet.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pandas as pd  # a second to load, and most messages to a node read no table
 
 log = logging.getLogger("privet")
 
@@ -399,6 +401,8 @@ def _numbers(column: pd.Series, path: Path | HubTable, *, strict: bool = True) -
 
     What is no number is an error where `strict`, and else below every number.
     """
+    import pandas as pd
+
     values = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
     doubtful = np.flatnonzero(np.isnan(values))
     cells = _cells(column.iloc[doubtful], path, strict=strict)
