@@ -124,7 +124,7 @@ def test_objective_is_the_definition() -> None:
 )
 def test_assignment_is_balanced_signed_and_better_than_random(D: int, d: int, K: int) -> None:
     u, s, e, h = sample(D, K)
-    slots, signs = assign_slots(u, s, e, h, d)
+    slots, signs = assign_slots(u, s, e, h, d, balance="hard")
     sizes = np.bincount(slots, minlength=d)
     assert set(sizes) <= {D // d, -(-D // d)}
     assert set(np.unique(signs)) <= {-1, 1}

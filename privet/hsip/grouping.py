@@ -74,7 +74,7 @@ def halve_to(
     bounds : int64
         Where each slot starts in `order`.
     """
-    from privet.hsip.kernels import halve
+    from privet.hsip.kernels.groups import halve
 
     keys = np.empty(len(order), np.float32)
     while np.diff(cuts).max() > size:
@@ -99,7 +99,7 @@ def order_coordinates(
     Zero profiles come last: they conflict alike with everything, and least where they are together. With `as_lines`
     rows of `profiles` are flipped, in place, to the main direction of their slot.
     """
-    from privet.hsip.kernels import halve
+    from privet.hsip.kernels.groups import halve
 
     D = len(profiles)
     moves = (profiles != 0).any(1)
@@ -124,7 +124,7 @@ def bundle(
     order, starts, stops : int64
         The bundles are ``order[start:stop]``.
     """
-    from privet.hsip.kernels import nearest
+    from privet.hsip.kernels.groups import nearest
 
     d = len(directions)
     order = rng.permutation(d)

@@ -16,9 +16,12 @@ def unit_profiles(profiles: Floats, tol: float = 1e-12) -> Floats:
 
 
 def normalise(load: Floats) -> Floats:
-    """Scale a non-negative load to mean one, so that s, e, h and the count weigh alike in eq. 12."""
+    """Scale a non-negative load to mean one, so that s, e, h and the count weigh alike in eq. 12.
+
+    A load of zeros stays: no slot differs from the mean.
+    """
     mean = float(load.mean())
-    return load / mean if mean > 0 else np.ones_like(load)
+    return load / mean if mean > 0 else load
 
 
 def objective(

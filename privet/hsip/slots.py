@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Slots(NamedTuple):
-    """All slots with their rows (:mod:`privet.hsip.kernels` says what a row is).
+    """All slots with their rows (:mod:`privet.hsip.kernels.exchanges` says what a row is).
 
     Attributes
     ----------

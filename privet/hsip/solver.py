@@ -147,7 +147,7 @@ class _Search:
         rng: np.random.Generator,
         workers: Workers,
     ) -> None:
-        from privet.hsip.kernels import NOISE
+        from privet.hsip.kernels.exchanges import NOISE
 
         self._slots, self._rules, self._alpha, self._lam = slots, rules, alpha, lam
         self._rng, self._workers = rng, workers
@@ -163,13 +163,15 @@ class _Search:
         self._passes([0.0] * PASSES)
         if D >= ANNEALED_BELOW:
             return
-        before = self._slots.copy(), self._costs().sum()
+        plain, (costs, still) = self._slots.copy(), self._costs()
         # The median, as one coordinate with a huge load must not set the temperature for all.
-        typical = float(np.median(self._costs())) * d / D
+        typical = float(np.median(costs - still)) * d / D
+        if typical <= 0:
+            return
         self._passes(typical * np.geomspace(*HEAT, ANNEALED_PASSES))
         self._passes([0.0] * PASSES)
-        if self._costs().sum() > before[1]:
-            self._slots.restore(before[0])
+        if self._costs()[0].sum() > costs.sum():
+            self._slots.restore(plain)
 
     def _passes(self, heats: Iterable[float]) -> None:
         """Let every two slots of a bundle meet, with new bundles for every pass."""
@@ -178,7 +180,7 @@ class _Search:
             self._meet(*found, heat)
 
     def _meet(self, order: Ints, starts: Ints, stops: Ints, heat: float = 0.0) -> None:
-        from privet.hsip.kernels import exchange
+        from privet.hsip.kernels.exchanges import exchange
 
         seed = int(self._rng.integers(1 << 62))
         self._workers.each(
@@ -197,17 +199,17 @@ class _Search:
             ),
         )
 
-    def _costs(self) -> Floats:
-        """Each slot's part of the objective (d,), without pairs that a zero profile makes."""
+    def _costs(self) -> tuple[Floats, Floats]:
+        """Each slot's part of the objective (d,), up to a constant in their sum, and what zero profiles add to it."""
         rows, _, counts, directions = self._slots
         K = directions.shape[1]
         held = np.where((np.arange(rows.shape[1]) < counts[:, None])[..., None], rows, 0).astype(np.float64)
         sums = held.sum(1)
         moving = (held[..., :K] != 0).any(2).sum(1)
-        conflict = (self._alpha * moving**2 - (sums[:, :K] ** 2).sum(1)) / 2
+        conflict = (self._alpha * counts**2 - (sums[:, :K] ** 2).sum(1)) / 2
         loads = ((sums[:, K:] - sums[:, K:].mean(0)) ** 2).sum(1)
-        costs: Floats = conflict + loads + self._lam * (counts - counts.mean()) ** 2
-        return costs
+        crowd = self._lam * (counts - counts.mean()) ** 2
+        return conflict + loads + crowd, self._alpha * (counts**2 - moving**2) / 2
 
 
 def _read(slots: Slots, profiles: Floats) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
