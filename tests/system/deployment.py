@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -28,6 +29,7 @@ from tests.conftest import write_table
 ROOT = Path(__file__).resolve().parents[2]
 APP = ("pyproject.toml", "README.md", "LICENSE", "privet", "strategies", "server_app", "client_app", "conf")
 """What goes into the bundle; Flower walks all of a folder, virtual environments included, before it filters."""
+ENDS = ("summary.json", "failure.json")
 Edit = Callable[[list[str]], list[str]]
 """A change of a command line."""
 
@@ -55,18 +57,40 @@ def until(what: Callable[[], Any], seconds: float, tell: Callable[[], str]) -> A
     return found
 
 
+def is_over(process: psutil.Process) -> bool:
+    """Whether a process has ended; Flower does not collect all of its children."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def kill(process: psutil.Process) -> None:
+    """Kill -9 a process and wait until it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+    until(lambda: is_over(process), 60, lambda: f"{process} is still there")
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file of JSON lines that may still be written to."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+def _age(path: Path) -> float:
+    """Seconds since a file was written; infinite where there is none."""
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime
+    return math.inf
+
+
 @dataclass(frozen=True)
 class Submitted:
-    """A run on its way: Flower's id of it and its directory."""
+    """A run on its way: Flower's id of it, its directory and when it was submitted."""
 
     id: str
     path: Path
+    begun: float
 
     def json(self, name: str) -> Any:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -110,6 +134,7 @@ class Site:
         self.logs: list[Path] = []
         self._started: list[subprocess.Popen[bytes]] = []
         self._latest: dict[str, subprocess.Popen[bytes]] = {}
+        self._begun: dict[str, tuple[Path, int]] = {}
         self._submitted = 0
 
     # --- processes -------------------------------------------------------------------------------
@@ -132,6 +157,7 @@ class Site:
         place = Path(service["WorkingDirectory"])
         place.mkdir(parents=True, exist_ok=True)
         path = self.state / log
+        before = path.stat().st_size if path.exists() else 0
         with path.open("ab") as sink:
             process = subprocess.Popen(
                 command,
@@ -144,6 +170,7 @@ class Site:
             )
         self._started.append(process)
         self._latest[Path(log).stem] = process
+        self._begun[Path(log).stem] = (path, before)
         if path not in self.logs:
             self.logs.append(path)
         return path
@@ -190,10 +217,12 @@ class Site:
         started.kill()
         started.wait(10)
         for child in children:
-            with contextlib.suppress(psutil.Error):
-                if family:
-                    child.kill()
-                child.wait(30)  # what Flower starts looks whether its parent lives
+            if family:
+                kill(child)
+        # What Flower starts looks whether its parent still lives.
+        until(
+            lambda: all(is_over(c) for c in children), 60, lambda: f"{name} is killed, not all of {children}"
+        )
 
     def close(self) -> None:
         """End the started processes and their children, by their ids."""
@@ -240,16 +269,25 @@ class Site:
         return {str(n["node-id"]): str(n["status"]) for n in nodes}
 
     def online(self, *names: str, seconds: float = 90) -> None:
-        """Wait until nodes are online, starting those again that exit, as their units do."""
+        """Wait until nodes have signed in, starting those again that exit, as their units do.
+
+        The SuperLink calls a killed node online for another minute, so it is not what is asked.
+        """
 
         def there() -> bool:
             for name in names:
                 if not self.running(name):
                     self.node(name)
-            statuses = self.statuses()
-            return all(statuses.get(self.ids[name]) == "online" for name in names)
+            return all(b"SuperNode ID" in self._said(name) for name in names)
 
         until(there, seconds, self.told)
+
+    def _said(self, name: str) -> bytes:
+        """What the process that was started last under a name has logged."""
+        path, begin = self._begun[name]
+        with path.open("rb") as stream:
+            stream.seek(begin)
+            return stream.read()
 
     def up(self, *names: str) -> None:
         """Start the SuperLink and furnished nodes, and wait for them."""
@@ -308,8 +346,9 @@ class Site:
             lines.append("resume = true")
         file = self.base / f"run{self._submitted}.toml"
         file.write_text("\n".join(lines) + "\n")
+        begun = time.time()
         answer = self.flwr("run", str(self.app), "privet", "--run-config", str(file))
-        return Submitted(str(answer["run-id"]), path)
+        return Submitted(str(answer["run-id"]), path, begun)
 
     def status(self, run: Submitted) -> str:
         return str(self.flwr("list", "privet", "--run-id", run.id)["runs"][0]["status"])
@@ -320,7 +359,7 @@ class Site:
 
         def ended() -> bool:
             nonlocal last, look
-            over = any((run.path / name).exists() for name in ("summary.json", "failure.json"))
+            over = any(_age(run.path / name) < time.time() - run.begun for name in ENDS)
             # A look takes seconds of CPU, so the run's own record is asked in between.
             if over or time.monotonic() > look:
                 look = time.monotonic() + 30
