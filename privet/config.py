@@ -89,13 +89,26 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class WritingConfig:
+    """What the final model writes for the test prompts, and the `measures` of it against their references.
+
+    With one beam it is greedy. `rows` is how many prompts; None: all.
+    """
+
+    measures: tuple[str, ...]
+    beams: Annotated[int, Bounds(ge=1)]
+    max_tokens: Annotated[int, Bounds(ge=1)]
+    rows: Annotated[int | None, Bounds(ge=1)]
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """A task over a table with a text column and a column of what to answer: a label, or a text to write.
 
     `kind` says what is learnt: ``classification`` (one of `labels`, which stand in order and come from the task, never
     from rows), ``generation`` (a text after a prompt) or ``instructions`` (a chat's answer; without `label_column`,
     `text_column` holds whole chats). The last two train a language model, which has no head; `prompt` is what it
-    reads, with ``{text}`` and ``{pair}`` for the row's texts.
+    reads, with ``{text}`` and ``{pair}`` for the row's texts, and `writing` says how what it writes is judged.
 
     `path` may hold ``{client}``, which then names one file a client. `minimum` drops rows whose column is present and
     lower. The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
@@ -114,6 +127,7 @@ class TaskConfig:
     label_column: str | None
     labels: tuple[str, ...]
     prompt: str | None
+    writing: WritingConfig | None
     minimum: dict[str, float] | None
     deduplicate: bool
     head: Literal["frozen", "shared", "local"] | None
@@ -146,8 +160,9 @@ class TaskConfig:
         for name in ("label_column", "head", "pooling"):
             if getattr(self, name) is None:
                 raise ConfigError(f"task.{name} = null is not allowed with task.kind=classification")
-        if self.prompt is not None:
-            raise ConfigError("task.prompt has no effect with task.kind=classification: null")
+        for name in ("prompt", "writing"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"task.{name} has no effect with task.kind=classification: null")
 
     def _check_texts(self) -> None:
         for name in ("head", "pooling"):

@@ -25,10 +25,20 @@ def predict(model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> Ten
 
 
 def score(model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
-    """Return accuracy and mean cross-entropy over the rows."""
+    """Return accuracy, mean cross-entropy and macro F1 over the rows."""
     logits = predict(model, rows, pad_id, size)
     labels = torch.from_numpy(rows.labels)
     return {
         "accuracy": float((logits.argmax(1) == labels).float().mean()),
         "loss": float(torch.nn.functional.cross_entropy(logits, labels)),
+        "f1": macro_f1(logits.argmax(1).numpy(), rows.labels),
     }
+
+
+def macro_f1(guesses: np.ndarray, labels: np.ndarray) -> float:
+    """Return the mean over labels of F1, over those labels that stand in a row or a guess."""
+    size = int(max(guesses.max(initial=0), labels.max(initial=0))) + 1
+    hits = np.bincount(labels[guesses == labels], minlength=size)
+    found = np.bincount(guesses, minlength=size) + np.bincount(labels, minlength=size)
+    seen = found > 0
+    return float((2 * hits[seen] / found[seen]).mean()) if seen.any() else 0.0

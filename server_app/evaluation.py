@@ -35,8 +35,11 @@ class Evaluator:
         self.model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
         tokenizer = load_tokenizer(config.model)
         self._pad_id = int(tokenizer.pad_token_id or 0)
+        self._tokenizer = tokenizer
         self._kind = kind_of(config.task)
-        self.rows = self._kind.tokenise(tokenizer, load_test(config.task), config.model.max_length)
+        self._kind.check()
+        self._examples = load_test(config.task)
+        self.rows = self._kind.tokenise(tokenizer, self._examples, config.model.max_length)
 
     def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
         """Return the scores of a model given by its changed values; an ``evaluate_fn``."""
@@ -46,6 +49,9 @@ class Evaluator:
         torch.set_num_threads(os.cpu_count() or 1)
         try:
             scores = self._kind.score(self.model, self.rows, self._pad_id, 32)
+            if round_number == self._config.federation.rounds:
+                most = self._config.model.max_length
+                scores |= self._kind.judge(self.model, self._tokenizer, self._examples, most)
         finally:
             torch.set_num_threads(before)
         return MetricRecord({**scores, "examples": len(self.rows)})

@@ -14,6 +14,7 @@ from privet.config import Config
 from privet.data.partition import declared_rows
 from privet.data.tasks import CLIENT, load_test
 from privet.devices import pick_device, resources_warning
+from privet.kinds.catalogue import kind_of
 from privet.plan import NodePlan, plan_nodes, warnings
 from privet.quantise import coded_bytes
 from privet.schedule import Schedule, draw_schedule
@@ -95,6 +96,8 @@ def make_plan(config: Config) -> RunPlan:
     spec = adapter_spec(config)
     method = load_method(config, spec)
     check_model(config)
+    if config.scores_on_server:
+        kind_of(config.task).check()
     pick_device(config.train.device)
     check_tracking(config)
     notes = []

@@ -49,6 +49,16 @@ class TaskKind(ABC):
         """Whether any row has something to learn."""
         return len(rows) > 0
 
+    def check(self) -> None:
+        """Raise ConfigError where this machine lacks something that :meth:`judge` needs."""
+        return
+
+    def judge(
+        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int
+    ) -> dict[str, float]:
+        """Return scores that take longer, for a run's final model; none here."""
+        return {}
+
     @abstractmethod
     def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
         """Return the model's scores over the rows, computed `size` rows at a time."""

@@ -29,5 +29,5 @@ class Classification(TaskKind):
         return classification(module(**inputs), batch["labels"])
 
     def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
-        """Return accuracy and mean cross entropy."""
+        """Return accuracy, mean cross entropy and macro F1."""
         return score(model, rows, pad_id, size)

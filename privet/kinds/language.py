@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
-from privet.config import TaskConfig
+from privet.config import TaskConfig, WritingConfig
 from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.data.examples import Examples
 from privet.kinds.base import TaskKind
+from privet.kinds.writing import by_prompt, write
 from privet.losses import IGNORE, causal
+from privet.measures.texts import check_measures, measure
 
 _MOST_LOGITS = 1 << 26
 _MOST_NATS = 20.0
@@ -30,16 +32,19 @@ class LanguageKind(TaskKind):
         ``task.prompt``.
     chats : bool
         Whether a row is a whole chat, see :mod:`privet.data.chats`.
+    writing : WritingConfig or None
+        ``task.writing``.
     """
 
-    def __init__(self, prompt: str | None, chats: bool = False) -> None:
+    def __init__(self, prompt: str | None, chats: bool = False, writing: WritingConfig | None = None) -> None:
         self._prompt = prompt
         self._chats = chats
+        self._writing = writing
 
     @classmethod
     def of(cls, task: TaskConfig) -> Self:
-        """Return the kind with the task's prompt."""
-        return cls(task.prompt, task.label_column is None)
+        """Return the kind with the task's prompt and writing."""
+        return cls(task.prompt, task.label_column is None, task.writing)
 
     @abstractmethod
     def texts(self, tokenizer: Any, examples: Examples) -> tuple[list[str], list[str]]:
@@ -111,6 +116,27 @@ class LanguageKind(TaskKind):
             total += float(losses.double().cpu() @ torch.from_numpy(tokens[batch]).double())
         loss = total / max(1, int(tokens.sum()))
         return {"loss": loss, "perplexity": math.exp(min(loss, _MOST_NATS))}
+
+    def check(self) -> None:
+        """Raise ConfigError where a measure cannot be computed here."""
+        if self._writing is not None:
+            check_measures(self._writing.measures)
+
+    def judge(
+        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int
+    ) -> dict[str, float]:
+        """Let the model answer every distinct prompt, and measure that against all of the prompt's answers."""
+        if self._writing is None:
+            return {}
+        prompts, references = by_prompt(
+            self.texts(tokenizer, examples)[0], examples.targets or [], self._writing.rows
+        )
+        given = [ids[:max_length] for ids in self.prompt_ids(tokenizer, prompts)]
+        ends = end_of_text(tokenizer)
+        written = write(
+            model, tokenizer, given, ends, beams=self._writing.beams, most=self._writing.max_tokens
+        )
+        return measure(self._writing.measures, written, references)
 
 
 def learnt(rows: Tokenised) -> np.ndarray:

@@ -29,6 +29,7 @@ def task(tmp_path: Path) -> Callable[..., TaskConfig]:
             "label_column": "label",
             "labels": ("no", "yes"),
             "prompt": None,
+            "writing": None,
             "minimum": {},
             "deduplicate": False,
             "head": "shared",

@@ -88,6 +88,7 @@ def language_tasks(tmp_path: Path, small_model: list[str]) -> dict[str, list[str
             "task=e2e",
             f"task.path={write_restaurants(tmp_path / 'train.csv', 150)}",
             f"task.test_path={write_restaurants(tmp_path / 'test.csv', 30)}",
+            "task.writing=null",
         ],
         "instructions": [
             "task=instructions",

@@ -213,6 +213,10 @@ def test_an_encoder_is_no_language_model(small_model: list[str]) -> None:
         (["task.pair_column=other"], "{pair} stands in it exactly where"),
         (["task=instructions", "task.label_column=null", "task.prompt='{text}'"], "the chats are whole"),
         (["task=sst2", "task.prompt='{text}'"], "task.prompt has no effect with task.kind=classification"),
+        (
+            ["task=sst2", "task.writing={beams: 1, max_tokens: 4, measures: [], rows: 1}"],
+            "task.writing has no effect",
+        ),
         (["task=sst2", "task.head=null"], "task.head = null is not allowed"),
     ],
 )

@@ -1,0 +1,79 @@
+"""What a language model writes after a prompt: batches of prompts of similar length, greedily or by beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from privet.adapters import AdaptedModel
+from privet.data.collate import microbatches
+
+_BATCH = 32
+
+
+def by_prompt(
+    prompts: Sequence[str], answers: Sequence[str], most: int | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Return the distinct prompts in their order, at most so many, and the answers of each."""
+    found: dict[str, list[str]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found.setdefault(prompt, []).append(answer)
+    kept = list(found)[:most]
+    return kept, [found[prompt] for prompt in kept]
+
+
+@torch.no_grad()
+def write(
+    model: AdaptedModel,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[int],
+    *,
+    beams: int,
+    most: int,
+) -> list[str]:
+    """Return a text after every prompt.
+
+    Parameters
+    ----------
+    model : AdaptedModel
+        A language model.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    prompts : sequence of sequence of int
+        Tokens of every prompt, at least one each.
+    ends : sequence of int
+        Tokens that end a text, besides those that the model itself names.
+    beams : int
+        Beams of the search; 1: greedy.
+    most : int
+        Most tokens of a text.
+    """
+    backbone = cast(Any, model.module.backbone)
+    own = backbone.generation_config.eos_token_id
+    stops = sorted({*ends, *(own if isinstance(own, list) else [own] if own is not None else [])})
+    pad = int(tokenizer.pad_token_id or 0)
+    lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
+    out = [""] * len(prompts)
+    for rows in microbatches(lengths, np.arange(len(prompts)), max(1, _BATCH // beams)):
+        width = int(lengths[rows].max())
+        ids = torch.full((len(rows), width), pad)
+        mask = torch.zeros_like(ids)
+        for place, row in enumerate(rows):  # on the left, so that every text begins at the same place
+            ids[place, width - lengths[row] :] = torch.tensor(prompts[row])
+            mask[place, width - lengths[row] :] = 1
+        written = backbone.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            do_sample=False,
+            num_beams=beams,
+            max_new_tokens=most,
+            eos_token_id=stops or None,
+            pad_token_id=pad,
+        )[:, width:]
+        for row, text in zip(rows, written.cpu(), strict=True):
+            out[row] = tokenizer.decode(text, skip_special_tokens=True).strip()
+    return out

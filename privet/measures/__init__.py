@@ -1,0 +1,1 @@
+"""Measures of written texts against their references, all by kept libraries (extra ``measures``)."""
