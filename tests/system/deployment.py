@@ -316,6 +316,7 @@ class Site:
             "task=csv",
             "task.path=none",
             f"task.test_path={test}",
+            "task.test_rows=null",
             "task.labels=[no,yes]",
             "federation.clients=2",
             "federation.rounds=2",
