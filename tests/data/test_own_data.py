@@ -45,6 +45,7 @@ def test_the_page_has_its_examples() -> None:
         "north.csv",
         "south.csv",
         "west.jsonl",
+        "chats.jsonl",
         *NODES,
         "triage.yaml",
     }
@@ -60,6 +61,12 @@ def test_commands_load_and_split(data: Path, number: int, sizes: list[int] | Non
     assert [len(client_examples(cfg, client)) for client in range(cfg.federation.clients)] == rows
     assert {0, 1} >= set(load_test(cfg.task).labels.tolist())
     assert all(load_test(cfg.task).texts)
+
+
+def test_the_chats_of_the_page_are_read(data: Path) -> None:
+    chats = ["task=instructions", f"task.path={data}/chats.jsonl", f"task.test_path={data}/chats.jsonl"]
+    rows = load_task(compose([*chats, "task.text_column=messages", "task.label_column=null"]).task).train
+    assert rows.targets == ["Later.", "Now.", "Now."]
 
 
 def test_task_file(data: Path) -> None:
