@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import RecordDict
 
@@ -24,11 +25,11 @@ from client_app.holdings import Holdings
 from client_app.memory import KeptArrays, commit, run_name, safe_run, secret_name
 from client_app.node_config import NodeConfig
 from client_app.retention import is_purged, purge
-from client_app.rows import Rows
-from client_app.scoring import refuse_foreign_run, score_models
+from client_app.rows import Prepared, Rows
+from client_app.scoring import public_rows, refuse_foreign_run, score_models
 from client_app.store import NodeStore
 from client_app.trainer import Diagnostics, Noise, Trainer
-from privet.adapters import AdaptedModel, adapter_spec, load_model
+from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
 from privet.config import Config
 from privet.corrections import Correction
 from privet.data.holdout import split_holdout
@@ -254,10 +255,12 @@ class _Phase:
         check_training(request, config, method)
         method.check_download(request.phase, request.payload)
         facts, declared = self._rows.facts, self._rows.declared
-        self._raw = not config.privacy.private or request.phase in method.raw_phases
+        self._public = request.phase in method.public_phases
+        raw = not config.privacy.private or request.phase in method.raw_phases
+        self._noiseless = raw or self._public
         if config.privacy.private and method.raw_phases:
             refuse_raw(self._node)
-        if declared < 1 or (facts.usable < 1 and self._raw):
+        if declared < 1 or (facts.usable < 1 and raw):
             # Under DP a node without usable rows trains on empty draws: that it has none is private.
             raise Refusal("zero-rows", "this node has no rows")
         self._freeze(facts.snapshot, declared)
@@ -300,7 +303,7 @@ class _Phase:
             raise Refusal("phase", "this phase does not declare a release of its own, so it must not train")
         config = self._config
         trainer = self._trainer()
-        if self._raw:
+        if self._noiseless:
             self._enter_round()
             self._diagnostics = trainer.train_plain(
                 trainables, self._steps, self._order("batches"), lr=lr, correction=correction
@@ -318,7 +321,7 @@ class _Phase:
 
     def moments(self, trainables: Trainables, kind: str) -> Arrays:
         """Return means of squared per-example gradients, without noise."""
-        if not self._raw:
+        if not self._noiseless:
             raise Refusal("phase", "this phase is private: squared gradients of single rows do not leave it")
         return self._trainer().moments(trainables, kind, self._steps, self._order("moments"))
 
@@ -342,15 +345,27 @@ class _Phase:
     def _trainer(self) -> Trainer:
         config = self._config
         kind = kind_of(config.task)
-        prepared = self._rows.prepared(kind.tokenise)
+        prepared = self._public_rows() if self._public else self._rows.prepared(kind.tokenise)
         rows = prepared.rows
         if len(rows) and not kind.learns(rows):
-            if self._raw or self._node.simulated:
+            if self._noiseless or self._node.simulated:
                 raise Refusal(
                     "no-tokens", "no row of this node has a token to learn: is model.max_length too short?"
                 )
             log.warning("no row of this node has a token to learn")  # that it is so is private
         return Trainer(self.model, rows, prepared.pad_id, config.train, config.privacy, kind)
+
+    def _public_rows(self) -> Prepared:
+        """Return the public rows that this phase trains on; the nodes of a simulation share them out."""
+        config, node = self._config, self._node
+        examples = public_rows(node, config, "this phase trains on public rows only")
+        if node.partition is not None:
+            examples = examples.take(np.arange(node.partition, len(examples), config.federation.clients))
+        if not len(examples):
+            raise Refusal("no-public-rows", "this node has no public row to train on")
+        tokenizer = load_tokenizer(config.model)
+        rows = kind_of(config.task).tokenise(tokenizer, examples, config.model.max_length)
+        return Prepared(rows, int(tokenizer.pad_token_id or 0))
 
     def _order(self, purpose: str) -> int:
         """Return the seed of batches that need not be secret."""

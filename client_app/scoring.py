@@ -78,10 +78,15 @@ def scored_rows(node: NodeConfig, config: Config) -> Examples:
     """
     if not config.privacy.private:
         return split_holdout(config, node.examples(config))[1]
+    return public_rows(node, config, "under DP this node scores on public rows only")
+
+
+def public_rows(node: NodeConfig, config: Config, why: str) -> Examples:
+    """Return a simulation's public test set, or the file that a real node's owner calls public."""
     if node.simulated:
         return load_test(config.task)
     if node.public_path is None:
-        raise Refusal("no-public-rows", "under DP this node scores on public rows only: it needs public-path")
+        raise Refusal("no-public-rows", f"{why}: it needs public-path")
     return load_node_file(config.task, node.public_path, node.own)
 
 

@@ -127,7 +127,7 @@ def plan_rounds(
         phases=method.phases,
         warmup_rounds=method.warmup_rounds,
         warmup_phases=method.warmup_phases,
-        warmup_charged=not set(method.warmup_phases) & set(method.raw_phases),
+        warmup_charged=not set(method.warmup_phases) & {*method.raw_phases, *method.public_phases},
     )
     return schedule, plan_nodes(config, schedule, declared)
 

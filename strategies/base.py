@@ -120,6 +120,8 @@ class LoraStrategy(RoundStrategy):
     raw_phases : collection of str
         Phases that, in a private run, train on private rows without noise and without a charge. The run is then not
         private, which its results say, and a real node refuses it unless its owner allows that.
+    public_phases : collection of str
+        Phases that train on rows which are public, so without noise and without a charge.
     dropout : {"accept", "requery", "void"}
         What happens when a node answers a phase and not the next one: go on with the rest, repeat the phase with
         what the rest had sent before (their merger is then a :class:`KeptMean`), or void the round.

@@ -6,8 +6,9 @@ and sign of each coordinate - is sent once and cached on the node. Under DP the 
 round, charged in the same budget; all statistics are post-processing of its noised updates.
 
 ``assignment=random`` is the ablation without warm-up (Uni-LoRA's balanced random projection). Beyond the paper, and off
-by default: a warm-up without noise in a private run, which marks the run as not private (``warmup_privacy=none``) and
-shows how much the noise costs the assignment; other sensitivities from such a warm-up; slots that B and A do not share.
+by default: a warm-up on public rows, at no charge (``warmup_privacy=public``), or without noise in a private run, which
+marks the run as not private and shows how much the noise costs the assignment (``none``); other sensitivities from
+such warm-ups; slots that B and A do not share.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class FedHSIPParams:
     warmup_lr : float or None
         Learning rate of the factors in the warm-up; None: ``train.lr``. The statistics do not depend on its size,
         but the head, which stays, is trained beside the factors, which do not: small steps keep it fitting.
-    warmup_privacy : {"dp", "none"}
-        ``dp``: warm-up rounds are DP-SGD, charged. ``none`` in a private run: they train without noise and without a
-        charge, and the run is not private and says so; of what they trained only the rule is used.
+    warmup_privacy : {"dp", "public", "none"}
+        ``dp``: warm-up rounds are DP-SGD, charged. ``public``: they train on public rows without noise and without a
+        charge: on a real node on its owner's ``public-path``, in a simulation on a share of the task's test rows for
+        each node. ``none`` in a private run: they train on private rows without noise and without a charge, and the
+        run is not private and says so. Of what the last two trained only the rule is used.
     sensitivity : {"update", "moment", "clipped_moment", "clip_rate"}
         s of eq. 12: from the updates, or, where the warm-up has no noise, a mean over examples of squared gradients
         (:mod:`privet.privacy.moments`; the last two need a clip, so a private run).
@@ -88,7 +91,7 @@ class FedHSIPParams:
     assignment: Literal["hsip", "random"]
     warmup_rounds: Annotated[int, Bounds(ge=1)]
     warmup_lr: Annotated[float | None, Bounds(gt=0)]
-    warmup_privacy: Literal["dp", "none"]
+    warmup_privacy: Literal["dp", "public", "none"]
     sensitivity: Literal["update", "moment", "clipped_moment", "clip_rate"]
     balance: Literal["soft", "hard"]
     align_signs: bool
@@ -143,19 +146,20 @@ class FedHSIP(LoraStrategy):
         params, private = self.params, config.privacy.private
         if params.warmup_privacy == "dp" and not private:
             raise ConfigError("method.warmup_privacy = dp has no effect with privacy=none: none")
-        raw = params.warmup_privacy == "none"
-        if params.sensitivity != "update" and not raw:
+        noisy = params.warmup_privacy == "dp"
+        if params.sensitivity != "update" and noisy:
             raise ConfigError(
                 f"method.sensitivity = {params.sensitivity} is not allowed: squared gradients are a release of their "
-                "own, so only where the warm-up has no noise (method.warmup_privacy=none)"
+                "own, so only where the warm-up has no noise (method.warmup_privacy=public or none)"
             )
         if params.sensitivity in ("clipped_moment", "clip_rate") and not private:
             raise ConfigError(
                 f"method.sensitivity = {params.sensitivity} is not allowed with privacy=none: there is no clip"
             )
-        if params.init == "warm" and raw and private:
+        if params.init == "warm" and self._only_rule:
             raise ConfigError(
-                "method.init = warm is not allowed with method.warmup_privacy=none: only the rule may come from it"
+                f"method.init = warm is not allowed with method.warmup_privacy={params.warmup_privacy}: only the rule "
+                "may come from it"
             )
         if params.separate_AB_slots and self.dimension < 2:
             raise ConfigError("method.separate_AB_slots = true is not allowed with method.dimension = 1")
@@ -175,8 +179,22 @@ class FedHSIP(LoraStrategy):
         raw = self._learns_rule and self.config.privacy.private and self.params.warmup_privacy == "none"
         return ("warmup",) if raw else ()
 
+    @property
+    def public_phases(self) -> Collection[str]:  # type: ignore[override]
+        """The warm-up, where it trains on public rows."""
+        return ("warmup",) if self._learns_rule and self.params.warmup_privacy == "public" else ()
+
+    @property
+    def _only_rule(self) -> bool:
+        """Does nothing but the rule come out of the warm-up?"""
+        return bool(self.raw_phases or self.public_phases)
+
     def remarks(self) -> list[str]:
-        """Say loudly that a raw warm-up makes the run one that is not private."""
+        """Say loudly that a raw warm-up makes the run one that is not private, and what public rows a warm-up sees."""
+        if self.public_phases:
+            return [
+                "method.warmup_privacy=public: in a simulation the rule has seen the test rows that scores are on"
+            ]
         if not self.raw_phases:
             return []
         return ["not private: method.warmup_privacy=none trains the warm-up on private rows without noise"]
@@ -248,7 +266,7 @@ class FedHSIP(LoraStrategy):
     def finish_warmup(self, state: Arrays) -> Arrays:
         """Turn the sums into profiles and loads, solve eq. 12, and start theta.
 
-        The warm-up's head stays, unless the warm-up had no noise in a private run.
+        The warm-up's head stays, unless only the rule may come from the warm-up.
         """
         profiles, sensitivity, energy, heterogeneity = self.statistics(state)
         slots, signs = np.empty(self.total, np.int64), np.empty(self.total, np.float32)
@@ -268,7 +286,7 @@ class FedHSIP(LoraStrategy):
         rule = Projection(torch.from_numpy(slots), torch.from_numpy(signs), self.dimension)
         theta = self._initial_theta(state, rule)
         head = self.head_of(state)
-        if self.raw_phases:
+        if self._only_rule:
             initial = initial_tensors(self.spec, self.config.seed, self.config.task.head)
             head = {name: initial[name] for name in head}
         return {THETA: theta, "slots": rule.slots.to(torch.int32), "signs": rule.signs, **head}
@@ -326,7 +344,7 @@ class FedHSIP(LoraStrategy):
     def _noise_floor(self, node: str) -> float:
         """Mean square that DP noise alone gives one coordinate's change in a round; 0 where it is not known."""
         train, privacy = self.config.train, self.config.privacy
-        if not privacy.private or self.raw_phases or train.optimizer != "sgd" or train.momentum:
+        if not privacy.private or self._only_rule or train.optimizer != "sgd" or train.momentum:
             return 0.0
         plan = self.run.nodes[node]
         step = (self.params.warmup_lr or train.lr) * plan.sigma * (privacy.clip or 0.0) / train.batch_size
@@ -363,7 +381,7 @@ class FedHSIP(LoraStrategy):
             if self._moments:
                 found = session.moments(factors, self.params.sensitivity)
                 moments = {name + _MOMENT: found[name] for name in self.spec.lora}
-            if not self.raw_phases:
+            if not self._only_rule:
                 self.keep_head(session)
             return Payload(session.model.read(self.spec.lora), session.model.read(self.shared_head), moments)
         rule = self._client_rule(received, session)

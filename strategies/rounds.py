@@ -116,6 +116,7 @@ class RoundStrategy(Strategy):
     releases: ClassVar[Mapping[str, str]] = {}
     dropout: Dropout = "accept"
     raw_phases: Collection[str] = ()
+    public_phases: Collection[str] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -442,7 +443,7 @@ class RoundStrategy(Strategy):
         if (
             not self.config.privacy.private
             or self.releases.get(phase) != "dp-sgd"
-            or phase in self.raw_phases
+            or phase in (*self.raw_phases, *self.public_phases)
         ):
             return
         # A node that was asked before the run was stopped may have been charged for that try.

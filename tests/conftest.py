@@ -22,6 +22,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _little_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assign slots in tenths of a second; which slots it are matters to few tests."""
+    monkeypatch.setattr("privet.hsip.solver.ANNEALED_PASSES", 50)
+
+
 def write_table(path: Path, rows: int, *, seed: int = 0) -> Path:
     """Write a learnable two-label table: the label is whether a good word stands in the text."""
     import random

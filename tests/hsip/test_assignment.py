@@ -11,17 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from privet.hsip import grouping, solver
+from privet.hsip import grouping
 from privet.hsip.objective import Coefficients, normalise, unit_profiles
 from privet.hsip.slots import Rules, Slots
 from privet.projection import assign_slots, objective
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "ANNEALED_PASSES", 50)
 
 
 def sample(D: int, K: int, seed: int = 0) -> Sample:

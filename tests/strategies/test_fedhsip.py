@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 import strategies.fedhsip as module
 from client_app.node import refuse_raw
 from client_app.node_config import NodeConfig
+from client_app.scoring import public_rows
 from client_app.trainer import Trainer
 from privet.adapters import adapter_spec, build_model, count, initial_tensors, load_tokenizer
 from privet.config import compose
 from privet.data.collate import pad_batch, tokenise
 from privet.data.partition import client_examples
+from privet.data.tasks import load_test
 from privet.errors import ConfigError, Refusal
 from privet.privacy.ledger import Ledger
 from privet.projection import flatten
@@ -120,6 +122,63 @@ def test_a_raw_warmup_trains_without_noise_and_a_private_one_with(run: Run) -> N
     assert not any(np.array_equal(second[0][n], second[1][n]) for n in second[0])
 
 
+@pytest.mark.parametrize("mode", ["dp", "none"])
+def test_a_public_warmup_trains_on_public_rows_at_no_charge(
+    run: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    class Watched(Trainer):
+        def train_plain(self, *arguments: Any, **named: Any) -> Any:
+            seen.append((len(self._rows), False))
+            return super().train_plain(*arguments, **named)
+
+        def train_private(self, *arguments: Any, **named: Any) -> Any:
+            seen.append((len(self._rows), True))
+            return super().train_private(*arguments, **named)
+
+    monkeypatch.setattr("client_app.node.Trainer", Watched)
+    overrides = [
+        "method=fedhsip",
+        "method.warmup_rounds=1",
+        "method.warmup_privacy=public",
+        f"privacy={mode}",
+    ]
+    config = compose([*settings, *overrides])
+    test = len(load_test(config.task))
+    own = [len(client_examples(config, k)) for k in range(3)]
+    shares = [len(range(k, test, 3)) for k in range(3)]
+    outcome = run(*overrides, "method.sensitivity=moment", "federation.rounds=2", "evaluation=none")
+    if outcome.error:
+        raise outcome.error
+    private = mode == "dp"
+    assert not set(shares) & set(own)
+    assert sorted(seen[:3]) == sorted((n, False) for n in shares)
+    assert {(n, how) for n, how in seen[3:]} <= {(n, private) for n in own}
+    privacy = outcome.json("privacy.json")
+    assert privacy["private"] is private
+    if private:
+        sigmas = {
+            make_plan(compose([*settings, *overrides, more])).to_dict()["clients"][0]["sigma"]
+            for more in ("method.warmup_privacy=public", RAW)
+        }
+        assert len(sigmas) == 1  # the whole budget is for the rounds with noise
+        assert not any("not private" in w for w in privacy["warnings"])
+        for node in privacy["nodes"]:
+            assert {(e["round"], e["phase"]) for e in node["entries"]} <= {(2, "train")}
+    assert any("test rows" in e["text"] for e in outcome.lines("events.jsonl") if e["event"] == "note")
+
+
+def test_a_public_warmup_leaves_the_rule_only_and_needs_the_owners_file(tmp_path: Any) -> None:
+    method = fedhsip("method.warmup_privacy=public", "task.head=shared")
+    state = method.finish_warmup(warmed(method, 3))
+    initial = initial_tensors(method.spec, method.config.seed, "shared")
+    assert all(torch.equal(state[n], initial[n]) for n in method.shared_head)
+    node = NodeConfig.read({"name": "north", "data-path": "/data/x.csv", "store": str(tmp_path)})
+    with pytest.raises(Refusal, match="this phase trains on public rows only: it needs public-path"):
+        public_rows(node, method.config, "this phase trains on public rows only")
+
+
 def test_a_local_head_does_not_come_out_of_a_raw_warmup(run: Run) -> None:
     overrides = ["method=fedhsip", "method.warmup_rounds=1", "task.head=local", "evaluation=none", RAW]
 
@@ -151,7 +210,8 @@ def test_a_real_node_refuses_a_raw_warmup_unless_its_owner_allows_it(tmp_path: A
     ("overrides", "words"),
     [
         (["privacy=none", "method.warmup_privacy=dp"], "method.warmup_privacy = dp has no effect"),
-        (["method.warmup_privacy=public"], "method.warmup_privacy = public is not allowed"),
+        (["method.warmup_privacy=open"], "method.warmup_privacy = open is not allowed"),
+        (["method.warmup_privacy=public", "method.init=warm"], "method.init = warm is not allowed"),
         (["method.sensitivity=moment"], "method.sensitivity = moment is not allowed"),
         (["privacy=none", "method.sensitivity=clip_rate"], "not allowed with privacy=none: there is no clip"),
         (["privacy=none", "method.sensitivity=clipped_moment"], "there is no clip"),
