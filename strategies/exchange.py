@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from privet.wire import Failed, Payload, Request, pack_request
 
 _POLL = 0.1  # seconds between two looks for answers
 _GRACE = 60.0  # seconds that Flower keeps a message beyond the phase's own limit
+_AT_ONCE = 16  # messages in memory at a time on each way, however many nodes there are
 
 
 class Mailbox:
@@ -41,13 +42,21 @@ class Mailbox:
         self._lost: list[tuple[Request, Failed]] = []
 
     def send(self, requests: Iterable[Request]) -> None:
-        """Send requests; one that cannot even be sent fails like one that is not answered."""
+        """Send requests, a few at a time; one that cannot even be sent fails like one that is not answered."""
         batch = []
         for request in requests:
-            if request.node in self._addresses:
-                batch.append(request)
-            else:
+            if request.node not in self._addresses:
                 self._lose(request, "absent", "the node is not connected")
+                continue
+            batch.append(request)
+            if len(batch) == _AT_ONCE:
+                self._push(batch)
+                batch = []
+        self._push(batch)
+
+    def _push(self, batch: Sequence[Request]) -> None:
+        if not batch:
+            return
         messages = [
             Message(
                 content=pack_request(request),
@@ -73,11 +82,13 @@ class Mailbox:
             if not self._pending or late:
                 break
             late = time.monotonic() - self._started >= self._timeout  # what is there by then still counts
-            arrived = list(self._grid.pull_messages(list(self._pending)))
-            for message in arrived:
-                request = self._pending.pop(message.metadata.reply_to_message_id, None)
-                if request is not None:
-                    yield request, message
+            arrived, waiting = False, list(self._pending)
+            for first in range(0, len(waiting), _AT_ONCE):
+                for message in self._grid.pull_messages(waiting[first : first + _AT_ONCE]):
+                    arrived = True
+                    request = self._pending.pop(message.metadata.reply_to_message_id, None)
+                    if request is not None:
+                        yield request, message
             if self._pending and not arrived and not late:
                 time.sleep(_POLL)
         for request in list(self._pending.values()):

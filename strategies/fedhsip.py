@@ -138,6 +138,7 @@ class FedHSIP(LoraStrategy):
             raise ConfigError(
                 f"method.dimension = {self.dimension} is not allowed: at most the {self.total} LoRA numbers"
             )
+        self._packed: tuple[Tensor, Arrays] | None = None
         if self._learns_rule:
             self._check_warmup(config)
 
@@ -226,9 +227,15 @@ class FedHSIP(LoraStrategy):
             return Payload(adapter={n: state[n] for n in self.spec.lora}, head=self.head_of(state))
         material: Arrays = {}
         if self._learns_rule:
-            packed = _pack_rule(state, self.dimension)
+            packed = self._packed_rule(state)
             material = {"rule_digest": _digest(packed), **(packed if once else {})}
         return Payload(adapter={THETA: state[THETA]}, head=self.head_of(state), once=material)
+
+    def _packed_rule(self, state: Arrays) -> Arrays:
+        """Return the rule as it travels; the same arrays for every node."""
+        if self._packed is None or self._packed[0] is not state["slots"]:
+            self._packed = state["slots"], _pack_rule(state, self.dimension)
+        return self._packed[1]
 
     def upload_shapes(self, phase: str) -> tuple[Shapes, Shapes]:
         """Factors in a warm-up, else the change of theta."""

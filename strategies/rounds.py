@@ -337,7 +337,7 @@ class RoundStrategy(Strategy):
             return made
 
         box = Mailbox(grid, self.run.addresses, timeout, MessageType.TRAIN)
-        box.send([request(n, (phase, n) not in self._informed, way or "download") for n in nodes])
+        box.send(request(n, (phase, n) not in self._informed, way or "download") for n in nodes)
         for asked, answer in box.answers():
             outcome = answer if isinstance(answer, Failed) else self._judge(asked, answer)
             if isinstance(outcome, Failed) and outcome.kind == NEEDS_ONCE and asked.node not in resent:
@@ -481,10 +481,9 @@ class RoundStrategy(Strategy):
             head={n: v for n, v in values.items() if self.is_head(n)},
         )
         box = Mailbox(grid, self.run.addresses, timeout, MessageType.EVALUATE)
-        requests = [self._request(plan, EVALUATE, node, payload) for node in sorted(self.run.nodes)]
-        for request in requests:
-            traffic.add(request.node, EVALUATE, payload)
-        box.send(requests)
+        for node in self.run.nodes:
+            traffic.add(node, EVALUATE, payload)
+        box.send(self._request(plan, EVALUATE, node, payload) for node in sorted(self.run.nodes))
         scores: dict[str, dict[str, float]] = {}
         failed: list[dict[str, str]] = []
         for asked, answer in box.answers():
