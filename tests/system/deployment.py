@@ -175,7 +175,7 @@ class Site:
             self.logs.append(path)
         return path
 
-    def superlink(self, *change: Edit, seconds: float = 60) -> Path:
+    def superlink(self, *change: Edit, seconds: float = 180) -> Path:
         """Start the SuperLink and wait until it answers."""
         log = self.start(self.folder / "superlink" / "privet-superlink.service", "superlink.log", *change)
 
@@ -268,7 +268,7 @@ class Site:
         nodes = self.flwr("supernode", "list", "privet")["nodes"]
         return {str(n["node-id"]): str(n["status"]) for n in nodes}
 
-    def online(self, *names: str, seconds: float = 90) -> None:
+    def online(self, *names: str, seconds: float = 240) -> None:
         """Wait until nodes have signed in, starting those again that exit, as their units do.
 
         The SuperLink calls a killed node online for another minute, so it is not what is asked.

@@ -65,7 +65,7 @@ def test_a_registered_node_comes_online_and_others_are_kept_out(
             lambda c: [*c, "--insecure"],
         ),
     }
-    until(lambda: site.statuses() == {node: "online"}, 30, north.read_text)
+    until(lambda: site.statuses() == {node: "online"}, 120, north.read_text)
     assert "SuperNode ID" in north.read_text()
 
     reasons = {
@@ -75,7 +75,7 @@ def test_a_registered_node_comes_online_and_others_are_kept_out(
         "no TLS": "Connection attempt failed",
     }
     for why, log in kept_out.items():
-        until(lambda log=log, why=why: reasons[why] in log.read_text(), 20, log.read_text)
+        until(lambda log=log, why=why: reasons[why] in log.read_text(), 120, log.read_text)
         assert "SuperNode ID" not in log.read_text(), why
     assert site.statuses() == {node: "online"}
 
