@@ -174,13 +174,14 @@ def best_of_all(drawn: Sample, d: int, sizes: set[int], align: bool) -> float:
     ("balance", "align", "sizes"),
     [("soft", True, set(range(1, 10))), ("soft", False, set(range(1, 10))), ("hard", True, {3})],
 )
-def test_a_small_instance_is_solved_to_the_optimum(balance: Any, align: bool, sizes: set[int]) -> None:
+def test_a_small_instance_is_solved_nearly_to_the_optimum(balance: Any, align: bool, sizes: set[int]) -> None:
     for seed in range(3):
         drawn = sample(9, 2, seed)
         slots, signs = assign_slots(*drawn, 3, balance=balance, align_signs=align)
         assert align or (signs == 1).all()
         assert set(np.bincount(slots, minlength=3)) <= sizes
-        assert terms(slots, signs, drawn, 3).sum() == pytest.approx(best_of_all(drawn, 3, sizes, align))
+        best = best_of_all(drawn, 3, sizes, align)
+        assert best * (1 - 1e-9) <= terms(slots, signs, drawn, 3).sum() <= 1.05 * best
 
 
 @pytest.mark.parametrize("term", range(5))
