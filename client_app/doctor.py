@@ -236,8 +236,9 @@ def _check_table(what: str, node: NodeConfig, config: Config | None, path: str) 
         return [_wrong(what, f"none of the {table.rows} rows is usable: {'; '.join(table.lines())}")]
     counts = Counter(table.examples.labels.tolist())
     split = ", ".join(f"{label} {counts[i]}" for i, label in enumerate(config.task.labels))
+    shares = f" ({split})" if split else ""
     return [
-        _ok(what, f"{kept} of {table.rows} rows are usable ({split})"),
+        _ok(what, f"{kept} of {table.rows} rows are usable{shares}"),
         *(_note(what, t) for t in table.lines()),
     ]
 
