@@ -283,5 +283,5 @@ def test_arguments_that_make_no_sense_are_refused(change: dict[str, Any], words:
 
 
 def test_numba_is_loaded_only_where_slots_are_assigned() -> None:
-    code = "import sys, privet.projection, strategies.fedhsip; sys.exit('numba' in sys.modules)"
+    code = "import sys, privet.hsip.solver; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
