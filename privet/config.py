@@ -26,6 +26,9 @@ from privet.errors import ConfigError
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 GROUPS = ("method", "task", "model", "privacy", "federation", "train")
 
+LARGEST_RATE = 1e38
+"""No number that multiplies float32 parameters may reach it: they would overflow, or the step would raise."""
+
 T = TypeVar("T")
 
 
@@ -244,10 +247,10 @@ class TrainConfig:
     batch_size: Annotated[int, Bounds(ge=1)]
     micro_batch: Annotated[int, Bounds(ge=1)]
     optimizer: Literal["sgd", "adamw"]
-    lr: Annotated[float, Bounds(gt=0)]
-    head_lr: Annotated[float | None, Bounds(gt=0)]
+    lr: Annotated[float, Bounds(gt=0, lt=LARGEST_RATE)]
+    head_lr: Annotated[float | None, Bounds(gt=0, lt=LARGEST_RATE)]
     momentum: Annotated[float, Bounds(ge=0, lt=1)]
-    weight_decay: Annotated[float, Bounds(ge=0)]
+    weight_decay: Annotated[float, Bounds(ge=0, lt=LARGEST_RATE)]
     device: str
     dtype: Literal["auto", "float32", "bfloat16"]
     threads: Annotated[int, Bounds(ge=1)]

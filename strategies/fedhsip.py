@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from privet.adapters import AdapterSpec, Shapes, count, initial_tensors
-from privet.config import Bounds, Config
+from privet.config import LARGEST_RATE, Bounds, Config
 from privet.errors import ConfigError, Refusal
 from privet.projection import (
     Projection,
@@ -90,7 +90,7 @@ class FedHSIPParams:
 
     assignment: Literal["hsip", "random"]
     warmup_rounds: Annotated[int, Bounds(ge=1)]
-    warmup_lr: Annotated[float | None, Bounds(gt=0)]
+    warmup_lr: Annotated[float | None, Bounds(gt=0, lt=LARGEST_RATE)]
     warmup_privacy: Literal["dp", "public", "none"]
     sensitivity: Literal["update", "moment", "clipped_moment", "clip_rate"]
     balance: Literal["soft", "hard"]

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from torch import nn
 
-from privet.config import Bounds
+from privet.config import LARGEST_RATE, Bounds
 from privet.corrections import Correction
 from privet.trainables import Factors
 from strategies.fedavg import FedAvg
@@ -32,7 +32,7 @@ class FedProxParams:
         Strength of the pull; 0 is FedAvg.
     """
 
-    mu: Annotated[float, Bounds(ge=0)]
+    mu: Annotated[float, Bounds(ge=0, lt=LARGEST_RATE)]
 
 
 class FedProx(FedAvg):

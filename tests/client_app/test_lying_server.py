@@ -158,6 +158,8 @@ def to_non_private(raw: dict[str, Any]) -> None:
         (changed("seed", to=-1), "config"),
         (changed("seed", to=1.5), "config"),
         (changed("train", "lr", to=10**400), "config"),
+        (changed("train", "lr", to=1e300), "config"),
+        (changed("train", "weight_decay", to=1e300), "config"),
         (changed("train", "lr", to=math.nan), "config"),
         (changed("privacy", to=None), "config"),
         (changed("forged\nnorth trains", to=1), "config"),
