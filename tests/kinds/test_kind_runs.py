@@ -20,13 +20,16 @@ def test_the_loss_falls_without_privacy(
 ) -> None:
     result = run(
         *language_tasks[kind], "method=fedavg", "privacy=none", "federation.rounds=3", "train.optimizer=adamw",
-        "train.lr=0.02", "train.local_steps=4",
+        "train.lr=0.02", "train.local_steps=4", "evaluation=both",
     )  # fmt: skip
     assert result.error is None
     scores = [r["eval"] for r in result.rounds]
     assert scores[-1]["loss"] < scores[0]["loss"] < 4
     assert scores[-1]["loss"] < 1.8
     assert scores[-1]["perplexity"] == pytest.approx(math.exp(scores[-1]["loss"]))
+    held = result.rounds[-1]["eval_clients"]["global"]  # on rows of the clients that do not train
+    assert held["loss"] < 1.8
+    assert held["perplexity"] > 1
     assert result.rounds[-1]["train_loss"] < result.rounds[0]["train_loss"]
     assert result.json("summary.json")["status"] == "completed"
 
