@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, ledger, compare; an operator's verbs are in operate.py.
+"""The ``privet`` command: run, check, methods, ledger, compare, audit; an operator's verbs are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.
@@ -99,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
     compare.add_argument("--out", type=Path, default=Path("comparison"), help="default: ./comparison")
     compare.set_defaults(handler=_compare)
+
+    audit = commands.add_parser("audit", help="measure what a model gives away", description=_audit.__doc__)
+    audit.add_argument("run", type=Path, metavar="RUN", help="a completed simulation")
+    audit.add_argument("--rows", type=int, default=1000, help="training and test rows to compare (1000 of each)")
+    audit.add_argument("--guesses", type=int, default=None, help="canaries to guess (default: half of them)")
+    audit.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
+    audit.add_argument("--json", action="store_true", help="print JSON")
+    audit.set_defaults(handler=_audit)
     operate.add_commands(commands)
     return parser
 
@@ -288,6 +296,33 @@ def _compare(arguments: argparse.Namespace) -> int:
     from privet.compare.report import report
 
     return report(arguments.paths, arguments.out)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    """Attack a finished run's model: membership inference, and with task.canaries a lower bound on epsilon.
+
+    Ends with 1 where the run's epsilon is refuted.
+    """
+    from privet.compare.plots import MISSING, can_draw
+    from privet.runner import find_run
+    from server_app.audit import FOLDER, audit
+
+    if arguments.rows < 1:
+        raise PrivetError(f"--rows {arguments.rows} is not allowed: at least 1")
+    run_dir = find_run(arguments.run, arguments.runs)
+    found = audit(run_dir, rows=arguments.rows, guesses=arguments.guesses)
+    if can_draw():
+        from privet.atomic import write_atomic
+        from privet.audit.plots import draw
+
+        for name, data in draw(found.scores).items():
+            write_atomic(run_dir / FOLDER / name, data)
+    else:
+        print(f"privet: {MISSING}", file=sys.stderr)
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else "\n".join(found.lines()))
+    if not arguments.json:
+        print(f"\nFiles: {run_dir / FOLDER}")
+    return int(found.refuted)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:

@@ -115,7 +115,8 @@ class TaskConfig:
 
     `path` may hold ``{client}``, which then names one file a client. `minimum` drops rows whose column is present and
     lower. The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
-    With `validation_rows`, so many training rows are set apart and scored in its place, to tune settings on.
+    With `validation_rows`, so many training rows are set apart and scored in its place, to tune settings on. `canaries`
+    rows are planted by an audit, each with probability 1/2 (:mod:`privet.data.canaries`).
     """
 
     name: str
@@ -124,6 +125,7 @@ class TaskConfig:
     test_path: str | None
     test_rows: Annotated[int | None, Bounds(ge=1)]
     validation_rows: Annotated[int | None, Bounds(ge=1)]
+    canaries: Annotated[int | None, Bounds(ge=1)]
     train_rows: Annotated[int | None, Bounds(ge=1)]
     text_column: str
     pair_column: str | None

@@ -86,6 +86,8 @@ def warnings(config: Config, plans: Mapping[str, NodePlan]) -> list[str]:
         out.append(
             "task.validation_rows: scores are of training rows set apart; no epsilon covers what is chosen by them"
         )
+    if config.task.canaries is not None:
+        out.append("task.canaries: an audit's run, whose model has learnt rows of random words")
     if not config.privacy.private:
         return ["not private: privacy=none, the model may remember single rows", *out]
     if config.privacy.randomness == "seeded":

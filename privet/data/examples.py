@@ -45,3 +45,12 @@ class Examples:
             columns=None if self.columns is None else self.columns[chosen],
             targets=None if self.targets is None else [self.targets[i] for i in chosen],
         )
+
+    def join(self, other: Examples) -> Examples:
+        """Return the rows of both, of one task, without the column of a partition."""
+        return Examples(
+            texts=[*self.texts, *other.texts],
+            pairs=None if self.pairs is None else [*self.pairs, *(other.pairs or [])],
+            labels=np.concatenate([self.labels, other.labels]),
+            targets=None if self.targets is None else [*self.targets, *(other.targets or [])],
+        )

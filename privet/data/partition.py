@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from privet.config import Config, FederationConfig, unknown
+from privet.data.canaries import plant
 from privet.data.holdout import split_holdout
 from privet.data.tasks import CLIENT, LABEL, Examples, load_client_file, load_task
 from privet.errors import ConfigError, DataError
@@ -55,7 +56,7 @@ def partition(cfg: FederationConfig, examples: Examples, seed: int) -> list[np.n
 
 
 def client_examples(cfg: Config, client: int) -> Examples:
-    """Load the training rows of one simulated client.
+    """Load the training rows of one simulated client, with the canaries that it trains on.
 
     Parameters
     ----------
@@ -72,9 +73,9 @@ def client_examples(cfg: Config, client: int) -> Examples:
     if not 0 <= client < cfg.federation.clients:
         raise ConfigError(f"client {client} is not allowed: 0 to {cfg.federation.clients - 1}")
     if _own_files(cfg):
-        return load_client_file(cfg.task, client)
+        return plant(cfg, client, load_client_file(cfg.task, client))
     train = _train(cfg)
-    return train.take(partition(cfg.federation, train, cfg.seed)[client])
+    return plant(cfg, client, train.take(partition(cfg.federation, train, cfg.seed)[client]))
 
 
 def declared_rows(cfg: Config) -> list[int]:
@@ -84,6 +85,7 @@ def declared_rows(cfg: Config) -> list[int]:
     else:
         train = _train(cfg)
         parts = [train.take(rows) for rows in partition(cfg.federation, train, cfg.seed)]
+    parts = [plant(cfg, client, part) for client, part in enumerate(parts)]
     return [len(split_holdout(cfg, part)[0]) for part in parts]
 
 

@@ -239,7 +239,7 @@ def read_node_table(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> 
     Raises
     ------
     ConfigError
-        If `train_rows` is set, or the node's labels do not fit the task's.
+        If `train_rows` or `canaries` is set, or the node's labels do not fit the task's.
     DataError
         As :func:`load_task`, but for a table without a usable row; also for a path that cannot be, so that
         what names the node's files is told from what may be shown to a server.
@@ -248,6 +248,8 @@ def read_node_table(cfg: TaskConfig, path: str, own: OwnNames | None = None) -> 
         raise ConfigError(
             "task.train_rows is for simulations: on a node's own table one row would replace another"
         )
+    if cfg.canaries is not None:
+        raise ConfigError("task.canaries is for simulations: nothing is planted among a node's own rows")
     own = own or OwnNames()
     places: dict[str, list[int]] = {}
     examples, dropped = _load(

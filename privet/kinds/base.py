@@ -45,6 +45,10 @@ class TaskKind(ABC):
     def losses(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return one loss an example, (b,), that depends on no other example of the batch."""
 
+    @abstractmethod
+    def predictions(self, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the logits of every prediction, (b, t, v), and by name which of them an audit looks at, (b, t)."""
+
     def learns(self, rows: Tokenised) -> bool:
         """Whether any row has something to learn."""
         return len(rows) > 0

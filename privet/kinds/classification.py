@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
@@ -27,6 +28,12 @@ class Classification(TaskKind):
         """Return the cross entropy of every example's label."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return classification(module(**inputs), batch["labels"])
+
+    def predictions(self, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the one prediction of every example."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = module(**inputs)[:, None]
+        return logits, {"label": logits.new_ones(logits.shape[:2], dtype=torch.bool)}
 
     def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
         """Return accuracy, mean cross entropy and macro F1."""

@@ -99,6 +99,12 @@ class LanguageKind(TaskKind):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return causal(module(**inputs), batch["labels"])
 
+    def predictions(self, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the predictions of every token but the first: those of the answer, and those of the whole sequence."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        answer, whole = batch["labels"][:, 1:] != IGNORE, batch["attention_mask"][:, 1:].bool()
+        return module(**inputs)[:, :-1], {"answer": answer, "sequence": whole}
+
     def learns(self, rows: Tokenised) -> bool:
         """Whether any row has a token of an answer behind at least one other token."""
         return bool((learnt(rows) > 0).any())

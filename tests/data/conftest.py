@@ -23,6 +23,7 @@ def task(tmp_path: Path) -> Callable[..., TaskConfig]:
             "test_path": None,
             "test_rows": 2,
             "validation_rows": None,
+            "canaries": None,
             "train_rows": None,
             "text_column": "text",
             "pair_column": None,

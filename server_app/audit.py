@@ -1,0 +1,202 @@
+"""``privet audit RUN``: what the model of a finished simulation gives away about the rows that it was trained on.
+
+Membership inference compares training rows with public test rows of the same table. Canaries, where the run had
+any (``task.canaries``), bound epsilon from below. Both look at the server's model alone, as everybody has it in the
+end; nothing here is private, and nothing of it may leave with a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from privet.adapters import adapter_spec, load_model, load_tokenizer
+from privet.atomic import write_atomic
+from privet.audit.lower_bound import CONFIDENCE, Bound, guess, lower_bound
+from privet.audit.membership import Floats, separation
+from privet.audit.signals import LOSS, distinct, signals, usable
+from privet.config import Config
+from privet.data.canaries import draw_canaries
+from privet.data.examples import Examples
+from privet.data.partition import client_examples
+from privet.data.tasks import load_test
+from privet.devices import pick_device, pick_dtype
+from privet.errors import PrivetError
+from privet.kinds.catalogue import kind_of
+from privet.runner import is_completed, read_summary
+from privet.seeding import child_seed
+from server_app.saved import last_checkpoint, load_config
+from strategies.base import load_method
+
+FOLDER = "audit"
+FILE = "audit.json"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes
+    ----------
+    claimed : float or None
+        The run's epsilon, the largest of its nodes; None: not private.
+    delta : float
+        That of the claim.
+    membership : dict
+        By signal, how it separates training rows from test rows.
+    bound : Bound or None
+        From the canaries; None: the run had none.
+    scores : dict
+        Losses of members, of others, and of canaries that were included and left out.
+    """
+
+    claimed: float | None
+    delta: float
+    membership: dict[str, Any]
+    bound: Bound | None
+    scores: dict[str, Floats]
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the claim cannot be true, at 95 % confidence."""
+        return self.claimed is not None and self.bound is not None and self.bound.epsilon > self.claimed
+
+    def lines(self) -> list[str]:
+        """Say in text what was found."""
+        claim = "not private" if self.claimed is None else f"epsilon {self.claimed:.2f} claimed"
+        width = max((len(name) for name in self.membership), default=0)
+        out = [f"{claim}; intervals are 95 %", f"{'':{width}}  AUROC                 TPR at 1 % FPR"]
+        for name, found in self.membership.items():
+            cells = [
+                f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" for x in (found["auroc"], found["tpr"])
+            ]
+            out.append(f"{name:{width}}  {'  '.join(cells)}")
+        if self.bound is None:
+            return [*out, "no canaries, so no bound on epsilon: task.canaries=200 plants some"]
+        b = self.bound
+        out.append(
+            f"canaries: {b.right} of {b.guesses} guesses right, {b.canaries} planted or not: epsilon is at least "
+            f"{b.epsilon:.2f}; so many guesses can refute up to {b.refutable:.2f}"
+        )
+        if self.refuted:
+            out.append(f"REFUTED: a run with epsilon {self.claimed:.2f} tells so many canaries in 1 of 20 cases at most")
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "claimed_epsilon": self.claimed,
+            "delta": self.delta,
+            "confidence": CONFIDENCE,
+            "refuted": self.refuted,
+            "lower_bound": None if self.bound is None else asdict(self.bound),
+            "membership": self.membership,
+        }
+
+
+def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Audit:
+    """Audit a finished simulation and write ``audit/audit.json`` into its directory.
+
+    Parameters
+    ----------
+    run_dir : Path
+        A completed run.
+    rows : int
+        Most training rows, and most test rows, that are compared.
+    guesses : int, optional
+        Canaries to guess, even; default half of them. To choose it after seeing the scores would void the bound.
+
+    Raises
+    ------
+    PrivetError
+        If the run is not complete, was no simulation, or has no canaries to guess.
+    """
+    config = load_config(run_dir)
+    checkpoint = last_checkpoint(run_dir)
+    if not is_completed(run_dir) or checkpoint is None:
+        raise PrivetError(f"{run_dir} is not complete: an audit looks at a run's final model")
+    if not (run_dir / "nodes").is_dir():
+        raise PrivetError(f"{run_dir} was no simulation: its rows are on its nodes, and stay there")
+    attacker = _Attacker(config, checkpoint.state)
+    inside, outside = _members(config, rows), _some(config, "others", load_test(config.task), rows)
+    one, other = attacker.look(inside), attacker.look(outside)
+    scores = {"members": one[LOSS], "others": other[LOSS]}
+    bound = None
+    if config.task.canaries is not None:
+        canaries = draw_canaries(config)
+        losses = attacker.look(canaries.examples)[LOSS]
+        bound = _bound(config, losses, canaries.included, guesses)
+        scores |= {"included": losses[canaries.included], "left out": losses[~canaries.included]}
+    elif guesses is not None:
+        raise PrivetError("--guesses is for runs with canaries: task.canaries=200, for example")
+    found = Audit(
+        claimed=read_summary(run_dir).get("epsilon") if config.privacy.private else None,
+        delta=config.privacy.delta or 0.0,
+        membership=_membership(config, one, other),
+        bound=bound,
+        scores=scores,
+    )
+    write_atomic(run_dir / FOLDER / FILE, (json.dumps(found.to_dict(), indent=2) + "\n").encode())
+    return found
+
+
+class _Attacker:
+    """The final model, and what it says of rows."""
+
+    def __init__(self, config: Config, state: Mapping[str, torch.Tensor]) -> None:
+        device = pick_device(config.train.device)
+        self._config, self._kind = config, kind_of(config.task)
+        self._model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
+        self._model.load(load_method(config, adapter_spec(config)).model_values(dict(state)))
+        self._tokenizer = load_tokenizer(config.model)
+
+    def look(self, examples: Examples) -> dict[str, Floats]:
+        """Return every signal of the rows."""
+        rows = self._kind.tokenise(self._tokenizer, examples, self._config.model.max_length)
+        pad_id = int(self._tokenizer.pad_token_id or 0)
+        return signals(self._kind, self._model, rows, examples, pad_id)
+
+
+def _members(config: Config, most: int) -> Examples:
+    """Draw training rows of all clients alike, canaries left out."""
+    own = replace(config, task=replace(config.task, canaries=None))
+    share = max(1, most // config.federation.clients)
+    parts = [
+        _some(config, f"members-{client}", client_examples(own, client), share)
+        for client in range(config.federation.clients)
+    ]
+    first, *others = parts
+    for part in others:
+        first = first.join(part)
+    return first
+
+
+def _some(config: Config, name: str, examples: Examples, most: int) -> Examples:
+    rng = np.random.default_rng(child_seed(config.seed, "audit", name))
+    return examples.take(np.sort(rng.permutation(len(examples))[:most]))
+
+
+def _membership(config: Config, one: dict[str, Floats], other: dict[str, Floats]) -> dict[str, Any]:
+    out = {}
+    for name in distinct(one):
+        members, others = usable(one[name]), usable(other[name])
+        if len(members) and len(others):
+            out[name] = separation(members, others, child_seed(config.seed, "audit", name)).to_dict()
+    return out
+
+
+def _bound(config: Config, losses: Floats, included: np.ndarray, guesses: int | None) -> Bound:
+    count = len(losses)
+    chosen = 2 * (count // 4) if guesses is None else guesses
+    if chosen % 2 or not 0 < chosen <= count:
+        raise PrivetError(f"--guesses {chosen} is not allowed: an even number up to {count}, the canaries")
+    # A row without a token that is learnt has no loss: it is guessed last.
+    said = guess(np.where(np.isnan(losses), np.nanmedian(losses), losses), chosen)
+    right = int(((said == 1) & included).sum() + ((said == -1) & ~included).sum())
+    return lower_bound(config.privacy.delta or 0.0, count, chosen, right)
