@@ -102,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", help="measure what a model gives away", description=_audit.__doc__)
     audit.add_argument("run", type=Path, metavar="RUN", help="a completed simulation")
-    audit.add_argument("--rows", type=int, default=1000, help="training and test rows to compare (1000 of each)")
+    audit.add_argument(
+        "--rows", type=int, default=1000, help="training and test rows to compare (1000 of each)"
+    )
     audit.add_argument("--guesses", type=int, default=None, help="canaries to guess (default: half of them)")
     audit.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
     audit.add_argument("--json", action="store_true", help="print JSON")

@@ -85,7 +85,9 @@ class Audit:
             f"{b.epsilon:.2f}; so many guesses can refute up to {b.refutable:.2f}"
         )
         if self.refuted:
-            out.append(f"REFUTED: a run with epsilon {self.claimed:.2f} tells so many canaries in 1 of 20 cases at most")
+            out.append(
+                f"REFUTED: a run with epsilon {self.claimed:.2f} tells so many canaries in 1 of 20 cases at most"
+            )
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,6 +144,7 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
         bound=bound,
         scores=scores,
     )
+    (run_dir / FOLDER).mkdir(exist_ok=True)
     write_atomic(run_dir / FOLDER / FILE, (json.dumps(found.to_dict(), indent=2) + "\n").encode())
     return found
 

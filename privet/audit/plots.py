@@ -55,7 +55,7 @@ def _roc(pairs: Mapping[str, tuple[Floats, Floats]]) -> bytes:
 def _histogram(name: str, inside: Floats, outside: Floats) -> bytes:
     figure = _figure()
     axes = figure.add_subplot()
-    bins = np.histogram_bin_edges(np.concatenate([inside, outside]), 40)
+    bins = np.histogram_bin_edges(np.concatenate([inside, outside]), 40).tolist()
     labels = ("included", "left out") if name == "canaries" else ("trained on", "not trained on")
     for values, label, colour in zip((inside, outside), labels, (_INSIDE, _OUTSIDE), strict=True):
         axes.hist(values, bins, density=True, histtype="step", label=label, color=colour, linewidth=1.5)

@@ -10,10 +10,17 @@ def planted() -> list[str]:
     """Overrides of a run that trains on few rows and many canaries until it knows them."""
     return [
         "method=fedavg",
-        "task.canaries=64",
+        "model.lora.rank=16",
+        "model.lora.targets=[query,value,dense]",
+        "task.canaries=128",
         "task.train_rows=30",
-        "federation.rounds=6",
-        "train.local_steps=20",
-        "train.batch_size=16",
+        "federation.clients=1",
+        "federation.rounds=3",
+        "train.local_steps=60",
+        "train.optimizer=adamw",
+        "train.lr=0.01",
+        "train.head_lr=0.02",
+        "privacy.epsilon=0.5",
+        "privacy.clip=10",
         "evaluation=none",
     ]

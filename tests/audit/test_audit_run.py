@@ -39,12 +39,12 @@ def test_canaries_are_dealt_by_coin_and_every_process_draws_the_same(settings: l
     assert len(draw_canaries(plain).examples) == 0
 
 
-def test_a_run_without_noise_that_claims_epsilon_one_is_caught(
+def test_a_run_without_noise_that_claims_half_an_epsilon_is_caught(
     run: Run, planted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("privet.privacy.rng.SecureRandomness.normal", silent)
-    outcome = finished(run(*planted, "privacy.epsilon=1", "train.lr=2", "train.head_lr=10", "privacy.clip=10"))
-    assert outcome.json("privacy.json")["max_epsilon"] <= 1.0
+    outcome = finished(run(*planted, nodes=1))
+    assert outcome.json("privacy.json")["max_epsilon"] <= 0.5
     assert main(["audit", str(outcome.path)]) == 1
     said = capsys.readouterr().out
     assert "REFUTED" in said
@@ -63,14 +63,14 @@ def silent(_: Any, shape: Sequence[int], *, device: Any, dtype: torch.dtype) -> 
 
 
 def test_the_same_run_with_its_noise_stands(run: Run, planted: list[str]) -> None:
-    outcome = finished(run(*planted, "privacy.epsilon=1", "train.lr=2", "train.head_lr=10"))
+    outcome = finished(run(*planted, nodes=1))
     found = audit(outcome.path)
     assert not found.refuted
     assert found.bound is not None
-    assert (found.bound.canaries, found.bound.guesses) == (64, 32)
-    assert found.bound.refutable > 1.5
+    assert (found.bound.canaries, found.bound.guesses) == (128, 64)
+    assert found.bound.refutable > 3
     assert found.claimed is not None
-    assert found.claimed <= 1.0
+    assert found.claimed <= 0.5
 
 
 def test_a_run_without_privacy_and_canaries_has_separations_only(run: Run) -> None:
