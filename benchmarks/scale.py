@@ -49,7 +49,7 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }  # what is freed is given back
-METHODS = ("ffa_lora", "fedavg", "fedrand", "fedask", "fedhsip")
+METHODS = ("ffa_lora", "fedavg", "fedrand", "fedask")
 
 
 @dataclass
@@ -243,7 +243,7 @@ def table(found: list[dict[str, Any]], few: int, many: int) -> str:
     """Return the figures as a Markdown table."""
     by = {(f["method"], f["clients"]): f for f in found}
     lines = [
-        f"| method | one reply, kB | MB above the start, {few} clients | {many} clients | ms a reply, {few} | {many} |",
+        f"| method | sent by a client in a round, kB | MB above the start, {few} clients | {many} clients | ms a reply, {few} | {many} |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for method in dict.fromkeys(f["method"] for f in found):
