@@ -243,7 +243,8 @@ def table(found: list[dict[str, Any]], few: int, many: int) -> str:
     """Return the figures as a Markdown table."""
     by = {(f["method"], f["clients"]): f for f in found}
     lines = [
-        f"| method | sent by a client in a round, kB | MB above the start, {few} clients | {many} clients | ms a reply, {few} | {many} |",
+        f"| method | sent by a client in a round, kB | MB above the start, {few} clients | {many} clients "
+        f"| ms a reply, {few} | {many} |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for method in dict.fromkeys(f["method"] for f in found):
