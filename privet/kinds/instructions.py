@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from privet.data.chats import Messages, read_chat
@@ -9,6 +10,8 @@ from privet.data.examples import Examples
 from privet.errors import ConfigError
 from privet.kinds.generation import fill
 from privet.kinds.language import LanguageKind
+
+log = logging.getLogger("privet")
 
 PLAIN = (
     "{% set titles = {'system': 'System', 'user': 'Instruction', 'assistant': 'Response'} %}"
@@ -29,22 +32,31 @@ class Instructions(LanguageKind):
     def texts(self, tokenizer: Any, examples: Examples) -> tuple[list[str], list[str]]:
         """Return what the template makes of every chat, cut where the answer begins.
 
+        A chat that the template cannot write has neither a prompt nor an answer, and so teaches nothing: whether rows
+        have one must not decide what a server sees.
+
         Raises
         ------
         ConfigError
-            If the template cannot write a chat, or writes what came before the answer differently with it.
+            If the template cannot write a question with its answer behind it, whatever the rows.
         """
         template = None if tokenizer.chat_template else PLAIN
-        prompts, answers = [], []
+        try:
+            _cut(tokenizer, template, [{"role": "user", "content": "question"}], "answer")
+        except ValueError as error:
+            raise ConfigError(f"the tokenizer's chat template {error}") from None
+        prompts, answers, lost = [], [], 0
         for asked, answer in zip(self._asked(examples), examples.targets or [], strict=True):
-            before = _write(tokenizer, template, asked, add_generation_prompt=True)
-            whole = _write(tokenizer, template, [*asked, {"role": "assistant", "content": answer}])
-            if not whole.startswith(before):
-                raise ConfigError(
-                    "the tokenizer's chat template writes a question differently once it is answered"
-                )
-            prompts.append(before)
-            answers.append(whole[len(before) :])
+            try:
+                prompt, rest = _cut(tokenizer, template, asked, answer)
+            except ValueError:
+                prompt, rest, lost = "", "", lost + 1
+            prompts.append(prompt)
+            answers.append(rest)
+        if lost:
+            log.warning(
+                "%d of %d chats cannot be written by the tokenizer's chat template", lost, len(prompts)
+            )
         return prompts, answers
 
     def _asked(self, examples: Examples) -> list[Messages]:
@@ -53,11 +65,17 @@ class Instructions(LanguageKind):
         return [[{"role": "user", "content": text.strip()}] for text in fill(self._prompt, examples)]
 
 
-def _write(tokenizer: Any, template: str | None, messages: Messages, **options: bool) -> str:
+def _cut(tokenizer: Any, template: str | None, asked: Messages, answer: str) -> tuple[str, str]:
+    """Return a chat up to its answer, and the rest; raises ValueError without a word of the chat."""
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
+        before = _write(tokenizer, template, asked, add_generation_prompt=True)
+        whole = _write(tokenizer, template, [*asked, {"role": "assistant", "content": answer}])
     except Exception as error:  # a template raises what it likes; its texts may quote the chat
-        raise ConfigError(
-            f"the tokenizer's chat template cannot write a chat of {', '.join(m['role'] for m in messages)} "
-            f"({type(error).__name__})"
-        ) from None
+        raise ValueError(f"cannot write a chat ({type(error).__name__})") from None
+    if not whole.startswith(before):
+        raise ValueError("writes a question differently once it is answered")
+    return before, whole[len(before) :]
+
+
+def _write(tokenizer: Any, template: str | None, messages: Messages, **options: bool) -> str:
+    return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options))

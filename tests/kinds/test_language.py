@@ -103,13 +103,31 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(make_tokenizer: Make) -
     assert answers == ["near</s>"]
 
 
+def test_a_chat_that_the_template_cannot_write_teaches_nothing_and_refuses_nothing(
+    make_tokenizer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or whoever chooses the task could ask by it whether some row has a system message."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('secret') }}{% endif %}" + TEMPLATE
+    )
+    system = write_chat([{"role": "system", "content": "secret"}, {"role": "user", "content": "hello"}])
+    plain = write_chat([{"role": "user", "content": "hello"}])
+    kind = Instructions(None, chats=True)
+    data = kind.tokenise(tokenizer, rows([system, plain], ["world", "world"]), 64)
+    assert learnt(data).tolist()[0] == 0
+    assert learnt(data).tolist()[1] > 0
+    assert "1 of 2 chats" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_template_that_rewrites_the_question_is_refused(make_tokenizer: Make) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(ConfigError, match="writes a question differently once it is answered"):
         Instructions(None).texts(tokenizer, rows(["a"], ["b"]))
     tokenizer.chat_template = "{{ raise_exception('secret ' + messages[0].content) }}"
-    with pytest.raises(ConfigError, match=r"cannot write a chat of user \(TemplateError\)") as caught:
+    with pytest.raises(ConfigError, match=r"cannot write a chat \(TemplateError\)") as caught:
         Instructions(None).texts(tokenizer, rows(["a"], ["b"]))
     assert "secret" not in str(caught.value)
 
