@@ -176,7 +176,7 @@ def ask(settings: list[str], *overrides: str, node: str = "north") -> Request:
         config_hash=config.hash,
         code_hash=code_hash(),
         store="",
-        sigma=1.0,
+        sigma=1.0 if config.privacy.private else 0.0,
         planned_steps=4,
         payload=Payload(
             {n: torch.zeros(s) for n, s in shapes.items()}, {n: torch.ones(s) for n, s in spec.head.items()}
@@ -205,7 +205,7 @@ def test_a_real_node_scores_dp_runs_on_what_its_owner_calls_public_only(
     public = write_table(tmp_path / "public.csv", 14, seed=8)
     scores = unpack_scores(answer_evaluate(pack_request(request), {**node, "public-path": str(public)}))
     assert scores.examples == 14
-    assert set(scores.values) == {"global.accuracy", "global.loss"}
+    assert set(scores.values) == {"global.accuracy", "global.loss", "global.f1"}
 
 
 def test_a_real_node_does_not_score_for_runs_without_dp_unless_its_owner_allows_it(
