@@ -37,6 +37,7 @@ from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
 from privet.kinds.catalogue import kind_of
 from privet.plan import is_enough, required_sigma
+from privet.privacy.accounting import Step
 from privet.privacy.ledger import MECHANISM, Entry, utc_now
 from privet.privacy.rng import make_randomness
 from privet.privacy.sampling import sampling_rate
@@ -478,6 +479,7 @@ class _Phase:
         if any(e.request == entry.request for e in earlier):
             # No reply is stored: that try was cut off. Another one would take more steps than the schedule has.
             raise Refusal("charged", "this phase was charged before, and was cut off: it is not repeated")
+        ledger.admit(request.run, Step(self._q, request.sigma, request.planned_steps))
         ledger.charge(entry, run_epsilon=privacy.epsilon, accountant=privacy.accountant)
         self._on_charge()
 

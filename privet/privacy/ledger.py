@@ -275,6 +275,23 @@ class Ledger:
 
     # --- charging --------------------------------------------------------------------------------
 
+    def admit(self, run: str, planned: Step) -> None:
+        """Refuse a run that has charged nothing yet if all of its steps cannot fit in the node's lifetime.
+
+        What it charged until it no longer fitted would be spent on a run without an end.
+
+        Raises
+        ------
+        Refusal
+            ``"budget"``; the ledger is unchanged.
+        """
+        if not self.for_run(run) and not self._lifetime_fits(planned):
+            raise Refusal(
+                "budget",
+                f"the {planned.steps} steps at q = {planned.q:.4g} and sigma = {planned.sigma:g} that run {run} plans "
+                f"do not fit in what is left of the node's max-epsilon = {self.max_epsilon:g}",
+            )
+
     def charge(self, entry: Entry, *, run_epsilon: float, accountant: str) -> None:
         """Record `entry`, durably, or refuse it; nothing that it pays for may leave before this returns.
 

@@ -288,6 +288,20 @@ def test_a_nodes_lifetime_cap_holds_across_runs(ask: Callable[..., Request], tmp
     assert "max-epsilon" in failed.reason
 
 
+def test_a_run_that_cannot_end_within_the_cap_is_refused_before_it_costs_anything(
+    ask: Callable[..., Request], tmp_path: Path
+) -> None:
+    """Its own epsilon fits; all of its rounds, as the lifetime counts them, do not."""
+    content = answer(ask(), {**NODE, "max-epsilon": 6.0})
+    failed = unpack_failure(content)
+    assert failed is not None
+    assert (failed.kind, failed.uncharged) == ("budget", True)
+    assert "that run" in failed.reason
+    (path,) = tmp_path.rglob("ledger.jsonl")
+    assert not Ledger.load(path).entries
+    trained(ask(), {**NODE, "max-epsilon": 6.4})
+
+
 def test_seeded_noise_and_diagnostics_are_for_simulations(
     ask: Callable[..., Request], tmp_path: Path, settings: list[str]
 ) -> None:
