@@ -315,6 +315,8 @@ def _load(
     if answer is None:
         frame, answer = split_chats(frame, cfg.text_column, path, strict=not node)
         wanted.append(answer)
+    if column is not None and column not in (*texts, answer):
+        frame = frame.assign(**{column: _one_value(frame, column, cfg.text_column)})
     cells = {name: np.array(_cells(frame[name], path, strict=not node), dtype=object) for name in wanted}
     grades = {name: _numbers(frame[name], path, strict=not node) for name in minimum}
 
@@ -355,6 +357,21 @@ def _load(
     pairs = None if cfg.pair_column is None else cells[cfg.pair_column][rows].tolist()
     targets = cells[answer][rows].tolist() if cfg.generates else None
     return Examples(cells[cfg.text_column][rows].tolist(), pairs, codes[rows], columns, targets), dropped
+
+
+def _one_value(frame: pd.DataFrame, column: str, text_column: str) -> list[Any]:
+    """Return the cells of a column with one value of each list, by a hash of the row's text and the list.
+
+    Topics of a question, or objects in an image: a row with several goes to one of them, the same in every process.
+    """
+    chosen = []
+    for cell, text in zip(frame[column], frame[text_column], strict=True):
+        if isinstance(cell, (list, tuple, np.ndarray)):
+            values = list(cell)
+            key = hashlib.sha256(f"value:{text}:{values}".encode("utf-8", "replace")).digest()
+            cell = values[int.from_bytes(key[:8], "big") % len(values)] if values else None
+        chosen.append(cell)
+    return chosen
 
 
 def _filled(cells: np.ndarray) -> np.ndarray:

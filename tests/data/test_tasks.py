@@ -199,6 +199,29 @@ def test_minimum_needs_numbers(task, table) -> None:
     assert "is no number in 1 rows" in refused(task(minimum={"confidence": 0.5}))
 
 
+def test_a_row_with_several_values_goes_to_one_of_them(task, table) -> None:
+    topics = [["food"], ["food", "sport"], ["sport", "art"], "art"]
+    lines = [
+        json.dumps({"text": f"note {i}", "label": ("no", "yes")[i % 2], "topics": topics[i % 4]})
+        for i in range(400)
+    ]
+    table("\n".join(lines), "t.jsonl")
+    cfg = task(path=task().path.replace("table.csv", "t.jsonl"), test_rows=1)
+    rows, again = load_task(cfg, "topics").train, load_task(cfg, "topics").train
+    assert rows.columns.tolist() == again.columns.tolist()
+    found: dict[int, list[str]] = {0: [], 1: [], 2: [], 3: []}
+    for text, value in zip(rows.texts, rows.columns, strict=True):
+        found[int(text.split()[1]) % 4].append(value)
+    assert set(found[0]) == {"food"}
+    assert set(found[3]) == {"art"}
+    for kind, names in ((1, ("food", "sport")), (2, ("sport", "art"))):
+        assert set(found[kind]) == set(names)
+        assert 25 < found[kind].count(names[0]) < 75
+    table("\n".join([*lines, json.dumps({"text": "x", "label": "no", "topics": []})]), "t.jsonl")
+    with pytest.raises(DataError, match="column 'topics' is empty in 1 rows"):
+        load_task(cfg, "topics")
+
+
 def test_nested_texts_are_refused(task, table) -> None:
     table(f'{{"text": ["{SECRET}"], "label": "no"}}\n{{"text": "a", "label": "yes"}}\n', "t.jsonl")
     path = task().path.replace("table.csv", "t.jsonl")
