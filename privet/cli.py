@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, ledger, compare, audit; an operator's verbs are in operate.py.
+"""The ``privet`` command: run, check, methods, ledger, compare, eval, audit; an operator's verbs are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.
@@ -99,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
     compare.add_argument("--out", type=Path, default=Path("comparison"), help="default: ./comparison")
     compare.set_defaults(handler=_compare)
+
+    scores = commands.add_parser("eval", help="score a run's model elsewhere", description=_eval.__doc__)
+    scores.add_argument("run", type=Path, metavar="RUN", help="a completed run")
+    scores.add_argument("overrides", nargs="*", metavar="task.key=value", help="for example task=sst2")
+    scores.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
+    scores.add_argument("--json", action="store_true", help="print JSON")
+    scores.set_defaults(handler=_eval)
 
     audit = commands.add_parser("audit", help="measure what a model gives away", description=_audit.__doc__)
     audit.add_argument("run", type=Path, metavar="RUN", help="a completed simulation")
@@ -298,6 +305,21 @@ def _compare(arguments: argparse.Namespace) -> int:
     from privet.compare.report import report
 
     return report(arguments.paths, arguments.out)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    """Score a finished run's model on another task's public test rows; without a task, on its own again."""
+    from privet.runner import find_run
+    from server_app.rescore import rescore
+
+    found = rescore(find_run(arguments.run, arguments.runs), arguments.overrides)
+    if arguments.json:
+        print(json.dumps({"task": found.task, **found.scores}, indent=2))
+        return 0
+    for name, value in found.scores.items():
+        print(f"{name:12} {value:.4f}" if isinstance(value, float) else f"{name:12} {value}")
+    print(f"\nFile: {found.file}")
+    return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:

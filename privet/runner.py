@@ -154,7 +154,7 @@ def find_run(given: Path, runs: Path | None) -> Path:
         if path.is_dir():
             break
     else:
-        raise PrivetError(f"--resume {given}: there is no such directory")
+        raise PrivetError(f"{given}: there is no such directory")
     if (path / "sweep.json").exists():
         raise PrivetError(f"{path} is a sweep: give the sweep's own command again, it resumes what is broken")
     if not (path / "config.yaml").exists() and not (path / LAUNCH_FILE).exists():
