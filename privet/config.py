@@ -329,6 +329,7 @@ class Config:
     evaluation: Literal["server", "client", "both", "none"]
     holdout: Annotated[float, Bounds(gt=0, lt=1)]
     evaluate_every: Annotated[int, Bounds(ge=1)]
+    keep_uploads: bool
     tracking: Literal["none", "tensorboard", "wandb", "mlflow"]
     seed: Annotated[int, Bounds(ge=0)]
 

@@ -1,25 +1,25 @@
 """``privet audit RUN``: what the model of a finished simulation gives away about the rows that it was trained on.
 
 Membership inference compares training rows with public test rows of the same table. Canaries, where the run had
-any (``task.canaries``), bound epsilon from below. Both look at the server's model alone, as everybody has it in the
-end; nothing here is private, and nothing of it may leave with a model.
+any (``task.canaries``), bound epsilon from below. Both look at the server's model, as everybody has it in the end; with
+``keep_uploads=true`` the same rows are also looked for in each client's model, as the server could rebuild it. Nothing
+here is private, and nothing of it may leave with a model.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from privet.adapters import adapter_spec, load_model, load_tokenizer
 from privet.atomic import write_atomic
 from privet.audit.lower_bound import CONFIDENCE, Bound, guess, lower_bound
-from privet.audit.membership import Floats, separation
+from privet.audit.membership import Floats, auroc, separation
 from privet.audit.signals import LOSS, distinct, signals, usable
 from privet.config import Config
 from privet.data.canaries import draw_canaries
@@ -31,11 +31,15 @@ from privet.errors import PrivetError
 from privet.kinds.catalogue import kind_of
 from privet.runner import is_completed, read_summary
 from privet.seeding import child_seed
+from privet.wire import Arrays
 from server_app.saved import last_checkpoint, load_config
+from server_app.uploads import kept_uploads, rebuild
 from strategies.base import load_method
 
 FOLDER = "audit"
 FILE = "audit.json"
+ATTACKS = {"newest of every array": None, "last two uploads": 2}
+"""How many of a client's uploads its model is rebuilt from; None: all."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Audit:
         That of the claim.
     membership : dict
         By signal, how it separates training rows from test rows.
+    clients : dict
+        By attack on the clients' models and signal, the mean AUROC over clients and the lowest and highest one; empty
+        where uploads were not kept or are no models.
     bound : Bound or None
         From the canaries; None: the run had none.
     scores : dict
@@ -59,6 +66,7 @@ class Audit:
     claimed: float | None
     delta: float
     membership: dict[str, Any]
+    clients: dict[str, dict[str, dict[str, float]]]
     bound: Bound | None
     scores: dict[str, Floats]
 
@@ -77,6 +85,12 @@ class Audit:
                 f"{x['value']:.3f} [{x['low']:.3f}, {x['high']:.3f}]" for x in (found["auroc"], found["tpr"])
             ]
             out.append(f"{name:{width}}  {'  '.join(cells)}")
+        for attack, by_signal in self.clients.items():
+            x = by_signal[LOSS]
+            out.append(
+                f"clients' models, {attack}: AUROC of the loss {x['mean']:.3f} on average, {x['low']:.3f} to "
+                f"{x['high']:.3f}"
+            )
         if self.bound is None:
             return [*out, "no canaries, so no bound on epsilon: task.canaries=200 plants some"]
         b = self.bound
@@ -99,6 +113,7 @@ class Audit:
             "refuted": self.refuted,
             "lower_bound": None if self.bound is None else asdict(self.bound),
             "membership": self.membership,
+            "clients": self.clients,
         }
 
 
@@ -125,8 +140,11 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
         raise PrivetError(f"{run_dir} is not complete: an audit looks at a run's final model")
     if not (run_dir / "nodes").is_dir():
         raise PrivetError(f"{run_dir} was no simulation: its rows are on its nodes, and stay there")
-    attacker = _Attacker(config, checkpoint.state)
-    inside, outside = _members(config, rows), _some(config, "others", load_test(config.task), rows)
+    method = load_method(config, adapter_spec(config))
+    values = method.model_values(checkpoint.state)
+    attacker = _Attacker(config, values)
+    parts, outside = _members(config, rows), _some(config, "others", load_test(config.task), rows)
+    inside = functools.reduce(Examples.join, parts)
     one, other = attacker.look(inside), attacker.look(outside)
     scores = {"members": one[LOSS], "others": other[LOSS]}
     bound = None
@@ -141,6 +159,7 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
         claimed=read_summary(run_dir).get("epsilon") if config.privacy.private else None,
         delta=config.privacy.delta or 0.0,
         membership=_membership(config, one, other),
+        clients=_clients(run_dir, attacker, values, parts, outside) if method.uploads_are_parameters else {},
         bound=bound,
         scores=scores,
     )
@@ -150,14 +169,18 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
 
 
 class _Attacker:
-    """The final model, and what it says of rows."""
+    """A model, and what it says of rows."""
 
-    def __init__(self, config: Config, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: Config, values: Arrays) -> None:
         device = pick_device(config.train.device)
         self._config, self._kind = config, kind_of(config.task)
         self._model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
-        self._model.load(load_method(config, adapter_spec(config)).model_values(dict(state)))
         self._tokenizer = load_tokenizer(config.model)
+        self.take(values)
+
+    def take(self, values: Arrays) -> None:
+        """Look at another model from now on."""
+        self._model.load(values)
 
     def look(self, examples: Examples) -> dict[str, Floats]:
         """Return every signal of the rows."""
@@ -166,18 +189,12 @@ class _Attacker:
         return signals(self._kind, self._model, rows, examples, pad_id)
 
 
-def _members(config: Config, most: int) -> Examples:
-    """Draw training rows of all clients alike, canaries left out."""
+def _members(config: Config, most: int) -> list[Examples]:
+    """Draw as many training rows of every client, canaries left out."""
     own = replace(config, task=replace(config.task, canaries=None))
-    share = max(1, most // config.federation.clients)
-    parts = [
-        _some(config, f"members-{client}", client_examples(own, client), share)
-        for client in range(config.federation.clients)
-    ]
-    first, *others = parts
-    for part in others:
-        first = first.join(part)
-    return first
+    clients = range(config.federation.clients)
+    share = max(1, most // len(clients))
+    return [_some(config, f"members-{client}", client_examples(own, client), share) for client in clients]
 
 
 def _some(config: Config, name: str, examples: Examples, most: int) -> Examples:
@@ -191,6 +208,29 @@ def _membership(config: Config, one: dict[str, Floats], other: dict[str, Floats]
         members, others = usable(one[name]), usable(other[name])
         if len(members) and len(others):
             out[name] = separation(members, others, child_seed(config.seed, "audit", name)).to_dict()
+    return out
+
+
+def _clients(
+    run_dir: Path, attacker: _Attacker, values: Arrays, parts: list[Examples], outside: Examples
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Look for every client's rows in the model that its uploads give away."""
+    uploads = kept_uploads(run_dir, "train")
+    out = {}
+    for attack, last in ATTACKS.items():
+        found: dict[str, list[float]] = {}
+        for client, own in enumerate(parts):
+            sent = uploads.get(f"client-{client}")
+            if not sent:
+                continue
+            attacker.take(rebuild(sent, values, last))
+            one, other = attacker.look(own), attacker.look(outside)
+            for name in distinct(one):
+                found.setdefault(name, []).append(auroc(usable(one[name]), usable(other[name])))
+        if found:
+            out[attack] = {
+                name: {"mean": float(np.mean(v)), "low": min(v), "high": max(v)} for name, v in found.items()
+            }
     return out
 
 

@@ -24,9 +24,10 @@ from privet.config import Config
 from privet.errors import ConfigError, StoreError
 from privet.plan import NodePlan, warnings
 from privet.privacy.spending import Spending
-from privet.wire import PARTS, Arrays, Failed
+from privet.wire import PARTS, Arrays, Failed, Payload
 from server_app.card import privacy_card
 from server_app.tracking import Tracking
+from server_app.uploads import keep_upload
 from strategies.base import load_method
 from strategies.checkpoint import Checkpoint
 
@@ -142,6 +143,10 @@ class RunDirectory:
     def has_round(self, number: int) -> bool:
         """Whether a round's record is there already."""
         return any(r["round"] == number for r in self._rounds)
+
+    def upload(self, number: int, phase: str, node: str, payload: Payload) -> None:
+        """Keep what one valid reply carried; a repeated round replaces it."""
+        keep_upload(self.path, number, phase, node, payload)
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the run's checkpoint."""

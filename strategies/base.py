@@ -129,6 +129,9 @@ class LoraStrategy(RoundStrategy):
 
     paper: ClassVar[str] = ""
     stays: ClassVar[str] = "nothing"
+    uploads_are_parameters: ClassVar[bool] = (
+        False  # of the client's model; what is not sent, all clients have alike
+    )
     Params: ClassVar[type] = NoParams
     releases: ClassVar[Mapping[str, str]] = {"train": "dp-sgd"}
 

@@ -13,6 +13,7 @@ from strategies.base import LoraStrategy
 class FedAvg(LoraStrategy):
     """Train A and B, send both, average both (D numbers up and down)."""
 
+    uploads_are_parameters = True
     paper = "FedIT, Zhang et al. 2023 (FedAvg: McMahan et al. 2017)"
 
     @property

@@ -57,6 +57,7 @@ class FedRandParams:
 class FedRand(LoraStrategy):
     """Train A and B, keep both, send a random one (D numbers down, about D / 2 up)."""
 
+    uploads_are_parameters = True
     paper = "FedRand"
     stays = "both factors of its last round"
     Params = FedRandParams

@@ -13,6 +13,7 @@ from strategies.base import LoraStrategy
 class FFALora(LoraStrategy):
     """Train B, send B, average B (half of D up and down)."""
 
+    uploads_are_parameters = True
     paper = "FFA-LoRA, Sun et al., ICLR 2024"
 
     @property

@@ -73,6 +73,10 @@ class Recorder(Protocol):
         """Whether a round's record is there already."""
         ...
 
+    def upload(self, number: int, phase: str, node: str, payload: Payload) -> None:
+        """Keep what one valid reply carried, for an audit."""
+        ...
+
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the run's checkpoint, atomically."""
         ...
@@ -376,6 +380,8 @@ class RoundStrategy(Strategy):
         self._met.add(asked.node)
         self._informed.add((asked.phase, asked.node))
         merger.add(asked.node, reply.payload, self.weight(reply))
+        if self.config.keep_uploads:
+            self.run.recorder.upload(asked.round, asked.phase, asked.node, reply.payload)
 
     def _request(self, plan: Round, phase: str, node: str, payload: Payload) -> Request:
         node_plan = self.run.nodes[node]
