@@ -37,10 +37,12 @@ def _write(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place, file = str(source.parent), {"gguf_file": source.name}
+    place, file = str(source.parent), source.name
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(place, **file)
-        model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file)
+        tokenizer: Any = AutoTokenizer.from_pretrained(place, gguf_file=file, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            place, gguf_file=file, dtype=torch.float32, trust_remote_code=False
+        )
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"'{source}' cannot be read: {' '.join(str(error).split())[:200]}") from None
     if hasattr(model.config, "quantization_config"):

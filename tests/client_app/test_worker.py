@@ -45,7 +45,7 @@ CONTEXT.set_forkserver_preload(["client_app.node", "client_app.worker"])  # one 
 
 def echo(path: str, log: str, idle: float | None, pause: float, fail: bool, grace: float) -> None:
     """A worker that does no work: it answers with what it was asked, after a pause."""
-    logging.basicConfig(filename=log, level=logging.INFO)
+    logging.basicConfig(filename=log, level=logging.INFO, force=True)
 
     def answer(kind: str, content: RecordDict) -> RecordDict:
         logging.info("begins %s", kind)
@@ -63,7 +63,7 @@ def echo(path: str, log: str, idle: float | None, pause: float, fail: bool, grac
 
 
 def real(raw: dict[str, Any], log: str) -> None:
-    logging.basicConfig(filename=log, level=logging.INFO)
+    logging.basicConfig(filename=log, level=logging.INFO, force=True)
     torch.set_num_threads(1)
     os._exit(work(raw, idle=None))
 

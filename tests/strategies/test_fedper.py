@@ -256,7 +256,7 @@ def test_late_joiners_get_the_start_and_lost_layers_are_sent_again(run: Run) -> 
     plan = ["privacy=none", "federation.rounds=3", "evaluation=none"]
     lost = finished(run("method=fedper", ONE, *plan, tamper=lose))
     assert lost.rounds[1]["phases"][0]["flags"] == {}
-    assert lost.rounds[2]["phases"][0]["flags"] == {"client-1": ["private-layers-lost"]}
+    assert lost.rounds[2]["phases"][0]["flags"] == {"client-1": ["private-layers-lost", "store-lost"]}
     (again,) = download_numbers(lost, "client-1", "requery")
     assert again["once"] == private
     assert lost.rounds[2]["phases"][0]["replied"] == 3

@@ -180,6 +180,7 @@ def test_a_real_node_tosses_its_own_coin(run: Run, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from client_app.node import _Phase
+    from client_app.rows import Rows
     from client_app.store import NodeStore
 
     config = fedrand().config
@@ -193,7 +194,7 @@ def test_a_real_node_tosses_its_own_coin(run: Run, tmp_path: Path) -> None:
         ):
             node = NodeConfig.read(raw)
             with NodeStore(node.root(str(tmp_path / f"n{i}")), node.name) as store:
-                phase = _Phase(node, request, config, store, lambda: None)  # type: ignore[arg-type]
+                phase = _Phase(node, request, config, store, Rows(node, config, store, {}), lambda: None)  # type: ignore[arg-type]
                 first, second = phase.chance("coin"), phase.chance("coin")
                 assert first == second  # a repeated request gets the same
                 draws[kind].append(first)

@@ -456,7 +456,7 @@ def test_nodes_follow_the_server_through_void_rounds_lost_replies_and_lost_store
     assert [r["void"] for r in outcome.rounds] == [False, False, True, False, False, False]
     assert followers.compared == 15
     assert requeries(outcome) == {(5, "client-2"): count(folding(name).spec.deltas) + 2}
-    assert outcome.rounds[4]["phases"][0]["flags"] == {"client-2": ["base-change-lost"]}
+    assert outcome.rounds[4]["phases"][0]["flags"] == {"client-2": ["base-change-lost", "store-lost"]}
     assert state_of(outcome)["versions"].tolist() == [5, 6]
 
 
