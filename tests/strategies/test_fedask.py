@@ -28,6 +28,7 @@ from privet.wire import Arrays, Payload, pack_request, unpack_failure, unpack_re
 from server_app.plan import make_plan
 from strategies.fedask import FedASK
 from tests.conftest import Outcome
+from tests.grid import Killed
 from tests.strategies.session import StubSession, make, product, relative, start
 from tests.strategies.session import one_round as play_round
 
@@ -433,19 +434,25 @@ def test_a_node_without_its_factors_says_so_and_is_left_out(run: Run) -> None:
     assert outcome.rounds[1]["phases"][2]["replied"] == 2
 
 
-def of_round(number: int) -> Callable[[Message], bool]:
-    """Lose every message of a round on the way."""
-    return lambda m: "request" in m.content and phase_of(m)[1] == number
+def dies_in_round(number: int) -> Callable[[Message], bool]:
+    """Kill the server before it sends anything of a round."""
+
+    def check(message: Message) -> bool:
+        if "request" in message.content and phase_of(message)[1] == number:
+            raise Killed
+        return False
+
+    return check
 
 
 def test_factors_of_an_earlier_round_are_not_projected(run: Run) -> None:
     """A node that missed the sketch of a round has the last one's factors, which are no use now."""
-    outcome = run("method=fedask", "federation.rounds=3", drop=of_round(3))
+    outcome = run("method=fedask", "federation.rounds=3", drop=dies_in_round(3))
     sent = [
         m for m in outcome.grid.sent if "request" in m.content and phase_of(m) == ("project", 1, "client-0")
     ]
     request = unpack_request(sent[0].content)
-    late = dataclasses.replace(request, round=3)
+    late = dataclasses.replace(request, round=3, acknowledged=2, met=True)
     failed = unpack_failure(answer_train(pack_request(late), {"partition-id": 0, "num-partitions": 3}))
     assert failed is not None
     assert failed.kind == "factors-lost"
@@ -469,7 +476,7 @@ def test_any_number_of_projections_pushes_out_no_reply_that_was_paid_for(run: Ru
 
 
 def test_another_omega_is_refused_before_anything_is_charged(run: Run) -> None:
-    outcome = run("method=fedask", "federation.rounds=2", drop=of_round(2))
+    outcome = run("method=fedask", "federation.rounds=2", drop=dies_in_round(2))
     sent = [
         m for m in outcome.grid.sent if "request" in m.content and phase_of(m) == ("sketch", 1, "client-0")
     ]
