@@ -82,7 +82,7 @@ def test_a_run_that_asks_for_more_is_refused(
 
 def test_a_run_within_the_floors_trains(node: dict[str, Any], config: Config) -> None:
     floors = {
-        "max-epsilon": 4,
+        "max-epsilon": 5,
         "min-clip": 0.5,
         "methods": "ffa_lora",
         "code-hash": code_hash()[:20],
