@@ -32,6 +32,7 @@ from client_app.trainer import Diagnostics, Noise, Trainer
 from privet.adapters import AdaptedModel, adapter_spec, load_model, load_tokenizer
 from privet.config import Config
 from privet.corrections import Correction
+from privet.data.collate import padding_id
 from privet.data.holdout import split_holdout
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError, Refusal, StoreError
@@ -366,7 +367,7 @@ class _Phase:
             raise Refusal("no-public-rows", "this node has no public row to train on")
         tokenizer = load_tokenizer(config.model)
         rows = kind_of(config.task).tokenise(tokenizer, examples, config.model.max_length)
-        return Prepared(rows, int(tokenizer.pad_token_id or 0))
+        return Prepared(rows, padding_id(tokenizer))
 
     def _order(self, purpose: str) -> int:
         """Return the seed of batches that need not be secret."""

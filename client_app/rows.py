@@ -26,7 +26,7 @@ from client_app.node_config import NodeConfig
 from client_app.store import TOKENS, NodeStore
 from privet.code import code_hash
 from privet.config import Config, ModelConfig
-from privet.data.collate import Tokenised
+from privet.data.collate import Tokenised, padding_id
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError, StoreError
 
@@ -153,7 +153,7 @@ class Rows:
 
         tokenizer = load_tokenizer(self._config.model)
         rows = tokenise(tokenizer, self._examples, self._config.model.max_length)
-        return Prepared(rows, int(tokenizer.pad_token_id or 0))
+        return Prepared(rows, padding_id(tokenizer))
 
     # --- kept in the store -----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from client_app.node_config import NodeConfig
 from client_app.store import NodeStore
 from privet.adapters import adapter_spec, load_model, load_tokenizer
 from privet.config import Config
+from privet.data.collate import padding_id
 from privet.data.holdout import split_holdout
 from privet.data.tasks import Examples, load_node_file, load_test
 from privet.devices import pick_device, pick_dtype
@@ -47,7 +48,7 @@ def score_models(node: NodeConfig, request: Request, config: Config, store: Node
     tokenizer = load_tokenizer(config.model)
     kind = kind_of(config.task)
     rows = kind.tokenise(tokenizer, examples, config.model.max_length)
-    pad_id = int(tokenizer.pad_token_id or 0)
+    pad_id = padding_id(tokenizer)
 
     kept = KeptArrays(store, request.run, request.round, request.fingerprint[:16])
     models: dict[str, Arrays | None] = {

@@ -137,8 +137,8 @@ class MeanPooledClassifier(nn.Module):
         return {"head": self.head}
 
 
-class ModelClassifier(nn.Module):
-    """The model's own sequence-classification class, with its own pooling and head."""
+class _WholeModel(nn.Module):
+    """A class of transformers that computes logits itself."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -148,6 +148,10 @@ class ModelClassifier(nn.Module):
     def backbone(self) -> PreTrainedModel:
         """The module that LoRA is injected into and whose names the targets have."""
         return self.model
+
+
+class ModelClassifier(_WholeModel):
+    """The model's own sequence-classification class, with its own pooling and head."""
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Return logits (batch x labels)."""
@@ -160,17 +164,8 @@ class ModelClassifier(nn.Module):
         return {n: m for n, m in children if n != inner and next(m.parameters(), None) is not None}
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(_WholeModel):
     """A causal language model, which has no head besides its own output layer."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The module that LoRA is injected into and whose names the targets have."""
-        return self.model
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Return logits (batch x tokens x vocabulary)."""

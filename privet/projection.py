@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from privet.hsip.objective import normalise, objective, unit_profiles
-from privet.hsip.sketch import compress_profiles, profile_sketch
+from privet.hsip.sketch import profile_sketch
 from privet.hsip.solver import assign_slots
 
 __all__ = [
     "Projection",
     "assign_slots",
-    "compress_profiles",
     "default_dimension",
     "flatten",
     "normalise",

@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from privet.adapters import adapter_spec, load_model, load_tokenizer
+from privet.adapters import load_model, load_tokenizer
 from privet.atomic import write_atomic
 from privet.audit.lower_bound import CONFIDENCE, Bound, guess, lower_bound
 from privet.audit.membership import Floats, auroc, separation
 from privet.audit.signals import LOSS, distinct, signals, usable
 from privet.config import Config
 from privet.data.canaries import draw_canaries
+from privet.data.collate import padding_id
 from privet.data.examples import Examples
 from privet.data.partition import client_examples
 from privet.data.tasks import load_test
 from privet.devices import pick_device, pick_dtype
 from privet.errors import PrivetError
 from privet.kinds.catalogue import kind_of
-from privet.runner import is_completed, read_summary
+from privet.runner import read_summary
 from privet.seeding import child_seed
 from privet.wire import Arrays
-from server_app.saved import last_checkpoint, load_config
+from server_app.saved import final_model
 from server_app.uploads import kept_uploads, rebuild
-from strategies.base import load_method
 
 FOLDER = "audit"
 FILE = "audit.json"
@@ -134,14 +134,9 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
     PrivetError
         If the run is not complete, was no simulation, or has no canaries to guess.
     """
-    config = load_config(run_dir)
-    checkpoint = last_checkpoint(run_dir)
-    if not is_completed(run_dir) or checkpoint is None:
-        raise PrivetError(f"{run_dir} is not complete: an audit looks at a run's final model")
+    config, method, values = final_model(run_dir)
     if not (run_dir / "nodes").is_dir():
         raise PrivetError(f"{run_dir} was no simulation: its rows are on its nodes, and stay there")
-    method = load_method(config, adapter_spec(config))
-    values = method.model_values(checkpoint.state)
     attacker = _Attacker(config, values)
     parts, outside = _members(config, rows), _some(config, "others", load_test(config.task), rows)
     inside = functools.reduce(Examples.join, parts)
@@ -185,8 +180,7 @@ class _Attacker:
     def look(self, examples: Examples) -> dict[str, Floats]:
         """Return every signal of the rows."""
         rows = self._kind.tokenise(self._tokenizer, examples, self._config.model.max_length)
-        pad_id = int(self._tokenizer.pad_token_id or 0)
-        return signals(self._kind, self._model, rows, examples, pad_id)
+        return signals(self._kind, self._model, rows, examples, padding_id(self._tokenizer))
 
 
 def _members(config: Config, most: int) -> list[Examples]:

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from privet.adapters import load_model, load_tokenizer
 from privet.config import Config
+from privet.data.collate import padding_id
 from privet.data.tasks import load_test
 from privet.devices import pick_device, pick_dtype
 from privet.kinds.catalogue import kind_of
@@ -34,7 +35,7 @@ class Evaluator:
         device = pick_device(config.train.device)
         self.model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
         tokenizer = load_tokenizer(config.model)
-        self._pad_id = int(tokenizer.pad_token_id or 0)
+        self._pad_id = padding_id(tokenizer)
         self._tokenizer = tokenizer
         self._kind = kind_of(config.task)
         self._kind.check()

@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from privet.adapters import adapter_spec
 from privet.atomic import write_atomic
 from privet.config import Config, TaskConfig, compose
 from privet.errors import ConfigError, PrivetError
-from privet.runner import is_completed, state_of
 from server_app.evaluation import Evaluator
-from server_app.saved import last_checkpoint, load_config
-from strategies.base import load_method
+from server_app.saved import final_model
 from strategies.rounds import to_record
 
 FOLDER = "eval"
@@ -45,16 +42,10 @@ def rescore(run_dir: Path, overrides: Sequence[str]) -> Rescored:
     PrivetError
         If the run is not complete, its server has no whole model, or the task does not fit it.
     """
-    config = load_config(run_dir)
-    checkpoint = last_checkpoint(run_dir)
-    if not is_completed(run_dir) or checkpoint is None:
-        raise PrivetError(
-            f"{run_dir} is {state_of(run_dir)}: only a completed run has a final model to score"
-        )
+    config, _, values = final_model(run_dir)
     if config.task.head == "local":
         raise PrivetError(f"{run_dir} has task.head=local: its server has no head, so no whole model")
     task = _fitting(config, overrides)
-    values = load_method(config, adapter_spec(config)).model_values(checkpoint.state)
     scores = dict(Evaluator(replace(config, task=task))(config.federation.rounds, to_record(values)))
     file = run_dir / FOLDER / f"{task.name}.json"
     file.parent.mkdir(exist_ok=True)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from privet.adapters import adapter_spec
 from privet.atomic import write_atomic
 from privet.config import Config
-from privet.errors import Refusal, StoreError
+from privet.errors import PrivetError, Refusal, StoreError
 from privet.plan import NodePlan
-from privet.runner import saved_config
+from privet.runner import is_completed, saved_config
 from privet.schedule import Round, Schedule
-from privet.wire import Failed, code_hash
+from privet.wire import Arrays, Failed, code_hash
+from strategies.base import LoraStrategy, load_method
 from strategies.checkpoint import Checkpoint
 
 FILE = "run.json"
@@ -97,6 +99,21 @@ def load_config(run_dir: Path) -> Config:
     if config is None:
         raise Refusal("resume", f"{run_dir} holds no run to resume")
     return config
+
+
+def final_model(run_dir: Path) -> tuple[Config, LoraStrategy, Arrays]:
+    """Return a completed run's configuration, its method, and what its server's model changes.
+
+    Raises
+    ------
+    PrivetError
+        If the run is not complete.
+    """
+    config, checkpoint = load_config(run_dir), last_checkpoint(run_dir)
+    if not is_completed(run_dir) or checkpoint is None:
+        raise PrivetError(f"{run_dir} is not complete: only a completed run has a final model")
+    method = load_method(config, adapter_spec(config))
+    return config, method, method.model_values(checkpoint.state)
 
 
 def last_checkpoint(run_dir: Path) -> Checkpoint | None:

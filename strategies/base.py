@@ -129,9 +129,8 @@ class LoraStrategy(RoundStrategy):
 
     paper: ClassVar[str] = ""
     stays: ClassVar[str] = "nothing"
-    uploads_are_parameters: ClassVar[bool] = (
-        False  # of the client's model; what is not sent, all clients have alike
-    )
+    # Whether replies hold parameters of the client's model, and clients have alike whatever is in no reply.
+    uploads_are_parameters: ClassVar[bool] = False
     Params: ClassVar[type] = NoParams
     releases: ClassVar[Mapping[str, str]] = {"train": "dp-sgd"}
 

@@ -7,6 +7,7 @@ remembered single rows; see :mod:`privet.audit.lower_bound`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +61,13 @@ def draw_canaries(config: Config) -> Canaries:
     return Canaries(examples, included, clients)
 
 
-def plant(config: Config, client: int, rows: Examples) -> Examples:
-    """Return a simulated client's rows with the canaries that it trains on behind them."""
+def plant(config: Config, parts: Mapping[int, Examples]) -> dict[int, Examples]:
+    """Return simulated clients' rows, by client, with the canaries that each trains on behind them."""
     if config.task.canaries is None:
-        return rows
+        return dict(parts)
     canaries = draw_canaries(config)
-    chosen = canaries.examples.take(np.flatnonzero(canaries.included & (canaries.clients == client)))
-    return rows.join(chosen)
+    out = {}
+    for client, rows in parts.items():
+        chosen = np.flatnonzero(canaries.included & (canaries.clients == client))
+        out[client] = rows.join(canaries.examples.take(chosen))
+    return out

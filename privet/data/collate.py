@@ -42,6 +42,11 @@ class Tokenised:
         return np.fromiter((len(row) for row in self.ids), dtype=np.int64, count=len(self.ids))
 
 
+def padding_id(tokenizer: Any) -> int:
+    """Return the token id that fills up a batch; masked, so any will do where the tokenizer has none."""
+    return int(tokenizer.pad_token_id or 0)
+
+
 def tokenise(tokenizer: Any, examples: Examples, max_length: int) -> Tokenised:
     """Tokenise every row, cut to `max_length` tokens.
 

@@ -73,9 +73,11 @@ def client_examples(cfg: Config, client: int) -> Examples:
     if not 0 <= client < cfg.federation.clients:
         raise ConfigError(f"client {client} is not allowed: 0 to {cfg.federation.clients - 1}")
     if _own_files(cfg):
-        return plant(cfg, client, load_client_file(cfg.task, client))
-    train = _train(cfg)
-    return plant(cfg, client, train.take(partition(cfg.federation, train, cfg.seed)[client]))
+        rows = load_client_file(cfg.task, client)
+    else:
+        train = _train(cfg)
+        rows = train.take(partition(cfg.federation, train, cfg.seed)[client])
+    return plant(cfg, {client: rows})[client]
 
 
 def declared_rows(cfg: Config) -> list[int]:
@@ -85,8 +87,7 @@ def declared_rows(cfg: Config) -> list[int]:
     else:
         train = _train(cfg)
         parts = [train.take(rows) for rows in partition(cfg.federation, train, cfg.seed)]
-    parts = [plant(cfg, client, part) for client, part in enumerate(parts)]
-    return [len(split_holdout(cfg, part)[0]) for part in parts]
+    return [len(split_holdout(cfg, part)[0]) for part in plant(cfg, dict(enumerate(parts))).values()]
 
 
 def _own_files(cfg: Config) -> bool:

@@ -35,14 +35,3 @@ def profile_sketch(seed: int, width: int, client: int | str) -> Floats:
         raise ValueError(f"width = {width} is not allowed: at least 1")
     bits = np.random.Philox(child_seed(seed, "profile-sketch", client))
     return np.random.Generator(bits).standard_normal(width) / math.sqrt(width)
-
-
-def compress_profiles(profiles: Floats, width: int = WIDTH, seed: int = 0) -> Floats:
-    """Return the profiles (D x K) as they are where K <= `width`, else their sketch U R (D x width).
-
-    :func:`profile_sketch` says what R keeps; client k has row k.
-    """
-    K = profiles.shape[1]
-    if width >= K:
-        return profiles
-    return profiles @ np.stack([profile_sketch(seed, width, k) for k in range(K)])

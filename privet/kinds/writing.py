@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from privet.adapters import AdaptedModel
-from privet.data.collate import microbatches
+from privet.data.collate import microbatches, padding_id
 
 _BATCH = 32
 
@@ -55,7 +55,7 @@ def write(
     backbone = cast(Any, model.module.backbone)
     own = backbone.generation_config.eos_token_id
     stops = sorted({*ends, *(own if isinstance(own, list) else [own] if own is not None else [])})
-    pad = int(tokenizer.pad_token_id or 0)
+    pad = padding_id(tokenizer)
     lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
     out = [""] * len(prompts)
     for rows in microbatches(lengths, np.arange(len(prompts)), max(1, _BATCH // beams)):
