@@ -137,6 +137,7 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
     config, method, values = final_model(run_dir)
     if not (run_dir / "nodes").is_dir():
         raise PrivetError(f"{run_dir} was no simulation: its rows are on its nodes, and stay there")
+    guesses = _guesses(config, guesses)
     attacker = _Attacker(config, values)
     parts, outside = _members(config, rows), _some(config, "others", load_test(config.task), rows)
     inside = functools.reduce(Examples.join, parts)
@@ -148,8 +149,6 @@ def audit(run_dir: Path, *, rows: int = 1000, guesses: int | None = None) -> Aud
         losses = attacker.look(canaries.examples)[LOSS]
         bound = _bound(config, losses, canaries.included, guesses)
         scores |= {"included": losses[canaries.included], "left out": losses[~canaries.included]}
-    elif guesses is not None:
-        raise PrivetError("--guesses is for runs with canaries: task.canaries=200, for example")
     found = Audit(
         claimed=read_summary(run_dir).get("epsilon") if config.privacy.private else None,
         delta=config.privacy.delta or 0.0,
@@ -228,12 +227,21 @@ def _clients(
     return out
 
 
-def _bound(config: Config, losses: Floats, included: np.ndarray, guesses: int | None) -> Bound:
-    count = len(losses)
-    chosen = 2 * (count // 4) if guesses is None else guesses
+def _guesses(config: Config, asked: int | None) -> int:
+    """Return how many canaries are guessed: what was asked for, or half of them; 0 where there are none."""
+    count = config.task.canaries
+    if count is None:
+        if asked is not None:
+            raise PrivetError("--guesses is for runs with canaries: task.canaries=200, for example")
+        return 0
+    chosen = 2 * (count // 4) if asked is None else asked
     if chosen % 2 or not 0 < chosen <= count:
         raise PrivetError(f"--guesses {chosen} is not allowed: an even number up to {count}, the canaries")
+    return chosen
+
+
+def _bound(config: Config, losses: Floats, included: np.ndarray, guesses: int) -> Bound:
     # A row without a token that is learnt has no loss: it is guessed last.
-    said = guess(np.where(np.isnan(losses), np.nanmedian(losses), losses), chosen)
+    said = guess(np.where(np.isnan(losses), np.nanmedian(losses), losses), guesses)
     right = int(((said == 1) & included).sum() + ((said == -1) & ~included).sum())
-    return lower_bound(config.privacy.delta or 0.0, count, chosen, right)
+    return lower_bound(config.privacy.delta or 0.0, len(losses), guesses, right)

@@ -295,6 +295,7 @@ def test_the_socket_is_its_owners_alone_and_goes_with_the_worker(started: Starte
     process = started.echo()
     assert stat.S_IMODE(started.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(started.path.parent.stat().st_mode) == 0o700
+    call(started.path)  # its socket is there before it serves: only then a stop ends it in order
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 0
