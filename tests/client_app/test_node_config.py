@@ -89,6 +89,8 @@ def test_what_each_key_gives() -> None:
             "pair-column": 0,
             "label-column": "Urgent?",
             "labels": "0, 1",
+            "image-column": "photo",
+            "image-folder": "/data/photos",
             "store": "/data/store",
             "public-examples": 40,
             "max-epsilon": 3,
@@ -96,7 +98,7 @@ def test_what_each_key_gives() -> None:
         }
     )
     assert (node.name, node.data_path, str(node.store)) == ("north", "/data/secret.csv", "/data/store")
-    assert node.own == OwnNames("free text", "0", "Urgent?", ("0", "1"))
+    assert node.own == OwnNames("free text", "0", "Urgent?", ("0", "1"), "photo", "/data/photos")
     assert (node.public_examples, node.max_epsilon, node.max_delta) == (40, 3.0, 1e-5)
     assert not node.simulated
     assert not node.allow_non_private

@@ -46,6 +46,7 @@ def test_the_page_has_its_examples() -> None:
         "south.csv",
         "west.jsonl",
         "chats.jsonl",
+        "photos.csv",
         *NODES,
         "triage.yaml",
     }
@@ -67,6 +68,16 @@ def test_the_chats_of_the_page_are_read(data: Path) -> None:
     chats = ["task=instructions", f"task.path={data}/chats.jsonl", f"task.test_path={data}/chats.jsonl"]
     rows = load_task(compose([*chats, "task.text_column=messages", "task.label_column=null"]).task).train
     assert rows.targets == ["Later.", "Now.", "Now."]
+
+
+def test_the_photos_of_the_page_are_read(data: Path) -> None:
+    from PIL import Image
+
+    for i in (17, 18):
+        Image.new("RGB", (9, 9), (i, 0, 0)).save(data / f"{i:04}.jpg")
+    photos = ["task=coco", f"task.path={data}/photos.csv", f"task.test_path={data}/photos.csv"]
+    rows = load_task(compose([*photos, "task.image_column=photo", "task.label_column=note"]).task).train
+    assert rows.targets == ["a dressing that is dry", "a rash on the left arm"]
 
 
 def test_task_file(data: Path) -> None:

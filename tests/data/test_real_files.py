@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from privet.config import compose
+from privet.config import TaskConfig, compose
 from privet.data.tasks import load_task
+from privet.errors import DataError
 from privet.kinds.generation import fill
 from privet.kinds.writing import by_prompt
 
@@ -52,3 +53,27 @@ def test_gsm8k_as_instructions() -> None:
     assert (len(data.train), len(data.test)) == (7473, 1319)
     assert data.train.targets is not None
     assert data.train.targets[0].endswith("#### 72")
+
+
+def coco(*overrides: str) -> TaskConfig:
+    place = DATA / "coco_mini"
+    files = [f"task.path={place}/captions_train2017.json", f"task.image_folder={place}/train2017"]
+    files += [f"task.test_path={place}/captions_val2017.json", f"task.test_image_folder={place}/val2017"]
+    return compose(["task=coco", *files, *overrides]).task
+
+
+def test_coco_has_five_captions_an_image() -> None:
+    data = load_task(coco())
+    assert (len(data.train), len(data.test), data.dropped) == (130, 125, {})
+    assert data.train.images is not None
+    assert data.test.images is not None
+    keys = [image.key for image in data.test.images]
+    assert len(by_prompt(keys, data.test.targets or [])[0]) == 25
+    assert {len(found) for found in by_prompt(keys, data.test.targets or [])[1]} == {5}
+    sizes = {image.open().size for image in [*data.train.images, *data.test.images]}
+    assert max(max(size) for size in sizes) == 640
+
+
+def test_coco_needs_its_images() -> None:
+    with pytest.raises(DataError, match="data row 1 is one with an image file that is not there"):
+        load_task(coco(f"task.image_folder={DATA}/coco_mini/val2017"))
