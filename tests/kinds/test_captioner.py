@@ -24,6 +24,7 @@ from privet.data.tasks import load_task
 from privet.errors import ConfigError
 from privet.kinds.catalogue import kind_of
 from privet.kinds.writing import write
+from privet.privacy.engine import GradientEngine
 from privet.privacy.rng import SeededRandomness
 from privet.trainables import Factors
 from privet.weights import base_weights
@@ -133,6 +134,36 @@ def test_the_encoder_never_trains_and_never_sees_a_batch(small: list[str]) -> No
     with torch.no_grad():
         module.encoder(torch.randn(3, 3, 8, 8, dtype=torch.float64))
     torch.testing.assert_close(module.encoder.norm.running_mean, before)
+
+
+def test_what_mixes_a_batch_is_refused_where_it_trains(small: list[str]) -> None:
+    _, model, _ = built(small)
+    module = model.module
+    assert isinstance(module, Captioner)
+    model.parameter("projector.weight").requires_grad_(True)
+    engine = GradientEngine(module, clip=1.0)
+    module.encoder.train()
+    with pytest.raises(ConfigError, match=r"encoder\.norm: batch normalisation mixes the examples"):
+        engine.attach()
+    module.projector = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(CELLS))  # type: ignore[assignment]
+    with pytest.raises(
+        ConfigError, match=r"projector\.1\.weight trains, .* no per-example rule for BatchNorm1d"
+    ):
+        GradientEngine(module, clip=1.0)
+
+
+def test_a_bfloat16_base_trains_a_float32_projector(small: list[str]) -> None:
+    config = compose([*small, "train.batch_size=8", "privacy.epsilon=3"])
+    model = build_model(config, dtype=torch.bfloat16)
+    kind, names = kind_of(config), [*model.spec.lora, *model.spec.head]
+    rows = kind.tokenise(load_tokenizer(config.model), load_task(config.task).train, 32)
+    assert {model.parameter(n).dtype for n in names} == {torch.float32}
+    assert next(model.module.encoder.parameters()).dtype == torch.bfloat16  # type: ignore[union-attr]
+    before = model.read(names)
+    trainer = Trainer(model, rows, 0, config.train, config.privacy, kind)
+    trainer.train_private(Factors(model, names), 1, Noise(0.5, 1.0, SeededRandomness(0)))
+    assert all(bool((v - before[n]).isfinite().all()) for n, v in model.read(names).items())
+    assert bool((model.read(["projector.weight"])["projector.weight"] != before["projector.weight"]).any())
 
 
 def test_every_example_has_one_image(small: list[str]) -> None:
