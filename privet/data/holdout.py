@@ -16,7 +16,7 @@ def split_holdout(config: Config, examples: Examples) -> tuple[Examples, Example
 
     Rows are held out only where something is scored on them: without DP, with ``evaluation`` on the clients.
     Under DP clients score on public rows. Which rows it are follows from their content, so that it does not
-    change with their order.
+    change with their order. No image is on both sides, unless there is but one.
 
     Returns
     -------
@@ -28,6 +28,9 @@ def split_holdout(config: Config, examples: Examples) -> tuple[Examples, Example
     keys = [hashlib.sha256(b"holdout:" + key.encode()).digest() for key in examples.keys]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     size = min(math.ceil(config.holdout * len(order)), max(0, len(order) - 1))
+    if examples.images is not None:  # all texts of an image go the same way, equal keys being side by side
+        while 0 < size < len(order) - 1 and keys[order[size]] == keys[order[size - 1]]:
+            size += 1
     held, train = (
         np.sort(np.array(order[:size], dtype=np.int64)),
         np.sort(np.array(order[size:], dtype=np.int64)),

@@ -15,6 +15,7 @@ from client_app.trainer import Noise, Trainer
 from privet.adapters import AdaptedModel, build_model, load_tokenizer
 from privet.config import Config, compose
 from privet.data.collate import Tokenised
+from privet.data.holdout import split_holdout
 from privet.data.tasks import load_task
 from privet.errors import ConfigError
 from privet.kinds.catalogue import kind_of
@@ -171,6 +172,31 @@ def test_no_placeholder_is_cut(
     assert [len(ids) for ids in rows.ids] == [9, 9]
     assert [int((ids == 48).sum()) for ids in rows.ids] == [TOKENS, TOKENS]
     assert not kind.learns(Tokenised(rows.ids[:1], rows.labels[:1], prompts=rows.prompts[:1]))  # type: ignore[index]
+
+
+def test_all_texts_of_an_image_are_references_for_what_is_written(
+    seen: Callable[..., Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model, _, kind = seen("task.writing={measures: [bleu], beams: 1, max_tokens: 3, rows: 5}")
+    found: list[Any] = []
+    monkeypatch.setattr("privet.kinds.language.measure", lambda names, *texts: found.extend(texts) or {})
+    data = load_task(config.task).train
+    kind.judge(model, load_tokenizer(config.model), data, 24)
+    written, references = found
+    assert data.targets is not None
+    assert references == [data.targets[2 * i : 2 * i + 2] for i in range(5)]
+    alone = data.take([4, 5])  # the third image, whatever stands beside it
+    found.clear()
+    kind.judge(model, load_tokenizer(config.model), alone, 24)
+    assert found[0] == [written[2]]
+    assert len(set(written)) > 1
+
+
+def test_held_out_rows_share_no_image_with_those_that_train(seen: Callable[..., Seen]) -> None:
+    config, _, _, _ = seen("privacy=none", "evaluation=client", "holdout=0.28")
+    train, held = split_holdout(config, load_task(config.task).train)
+    assert (len(train), len(held)) == (16, 8)  # 7 of 24, and no image cut in two
+    assert not set(train.keys) & set(held.keys)
 
 
 def test_slices_of_an_audit(seen: Callable[..., Seen]) -> None:

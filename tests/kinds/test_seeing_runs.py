@@ -217,3 +217,31 @@ def test_an_image_that_breaks_off_is_told_by_its_kind_alone(
     assert "the node's own log has the reason" in text
     assert "data row" not in text
     assert ".png" not in text
+
+
+def test_real_nodes_read_images_of_their_own_folders(
+    tmp_path: Path, run: Callable[..., Any], tasks: dict[str, list[str]]
+) -> None:
+    """Under DP a node whose images are missing, break off or lie elsewhere takes part all the same."""
+    configs = []
+    for i in range(2):
+        table = write_captions(tmp_path / f"node{i}", 6, 20 * i)
+        moved = table.parent / "elsewhere" / "captions.json"
+        moved.parent.mkdir()
+        table.rename(moved)
+        configs.append(
+            {"name": f"n{i}", "data-path": str(moved), "store": str(tmp_path / f"store{i}"),
+             "image-folder": str(table.parent / "images")}
+        )  # fmt: skip
+    pictures = sorted((tmp_path / "node1" / "images").glob("*.png"))
+    pictures[0].unlink()
+    pictures[1].write_bytes(pictures[1].read_bytes()[:60])
+    pictures[2].unlink()
+    pictures[2].symlink_to(tmp_path / "node0" / "images" / "0.png")
+    result = run(
+        *tasks["captioning"], "task.path=none", "method=fedrand", "federation.clients=2", "privacy.epsilon=3",
+        nodes=2, node_configs=configs,
+    )  # fmt: skip
+    assert result.error is None
+    assert result.rounds[-1]["phases"][-1]["failed"] == []
+    assert {n["node"]: n["examples"] for n in result.json("privacy.json")["nodes"]} == {"n0": 12, "n1": 12}
