@@ -260,6 +260,30 @@ def test_settings_that_do_not_fit(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("tower", "strategy", "tokens"),
+    [("clip", "default", 4), ("clip", "full", 5), ("siglip", "default", 3), ("siglip", "full", 4)],
+)
+def test_how_many_tokens_an_image_is(
+    tower: str, strategy: str, tokens: int, seen: Callable[..., Seen]
+) -> None:
+    """As LLaVA 1.5 has it, and LLaVA-interleave with a tower of SigLIP's make and a Qwen2: the model itself agrees."""
+    whole = "model.architecture"
+    _, model, rows, kind = seen(
+        f"{whole}.vision_config.model_type={tower}_vision_model", f"{whole}.text_config.model_type=qwen2",
+        f"{whole}.vision_feature_select_strategy={strategy}",
+    )  # fmt: skip
+    assert model.spec.image_tokens == tokens
+    with torch.no_grad():
+        losses = kind.losses(model.module, kind.collate(rows, np.arange(4), 0, "cpu"))
+    assert bool(losses.isfinite().all())
+
+
+def test_a_model_whose_images_differ_in_tokens_is_refused(seen: Callable[..., Seen]) -> None:
+    with pytest.raises(ConfigError, match="a model of the type llava_next is not supported with images"):
+        seen("model.architecture.model_type=llava_next")
+
+
 def test_a_projector_with_a_norm_layer_does_not_train(seen: Callable[..., Seen]) -> None:
     vip = ["model.architecture.model_type=vipllava", "model.architecture.vision_feature_layer=[-2,-1]"]
     with pytest.raises(
