@@ -105,6 +105,18 @@ def _parser() -> argparse.ArgumentParser:
     scores.add_argument("overrides", nargs="*", metavar="task.key=value", help="for example task=sst2")
     scores.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
     scores.add_argument("--json", action="store_true", help="print JSON")
+    harness = scores.add_argument_group("lm-evaluation-harness", "instead of a task; needs the extra `eval`")
+    harness.add_argument("--harness", default=None, metavar="TASKS", help="its tasks: gsm8k,mmlu")
+    harness.add_argument(
+        "--harness-tasks", type=Path, default=None, metavar="FOLDER", help="task definitions of yours"
+    )
+    harness.add_argument("--shots", type=int, default=None, help="worked examples (default: the task's)")
+    harness.add_argument("--limit", type=int, default=None, help="first questions of every task only")
+    harness.add_argument("--batch", type=int, default=8, help="questions computed at once (default: 8)")
+    harness.add_argument("--chat", action="store_true", help="ask by the tokenizer's chat template")
+    harness.add_argument(
+        "--run-code", action="store_true", help="run programs that the model writes (HumanEval)"
+    )
     scores.set_defaults(handler=_eval)
 
     audit = commands.add_parser("audit", help="measure what a model gives away", description=_audit.__doc__)
@@ -308,7 +320,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    """Score a finished run's model on another task's public test rows; without a task, on its own again."""
+    """Score a finished run's model on another task's public test rows, or by lm-evaluation-harness.
+
+    Without a task, on the run's own rows again.
+    """
+    if arguments.harness is not None:
+        return _harness(arguments)
     from privet.runner import find_run
     from server_app.rescore import rescore
 
@@ -319,6 +336,39 @@ def _eval(arguments: argparse.Namespace) -> int:
     for name, value in found.scores.items():
         print(f"{name:12} {value:.4f}" if isinstance(value, float) else f"{name:12} {value}")
     print(f"\nFile: {found.file}")
+    return 0
+
+
+def _harness(arguments: argparse.Namespace) -> int:
+    from privet.runner import find_run
+    from server_app.harness import Settings, benchmark
+
+    if arguments.overrides:
+        raise PrivetError(
+            f"'{arguments.overrides[0]}' does not go with --harness: its tasks have data of their own"
+        )
+    settings = Settings(
+        tasks=tuple(arguments.harness.split(",")),
+        folder=arguments.harness_tasks,
+        shots=arguments.shots,
+        limit=arguments.limit,
+        batch=arguments.batch,
+        chat=arguments.chat,
+        run_code=arguments.run_code,
+    )
+    quiet_libraries()
+    found = list(benchmark(find_run(arguments.run, arguments.runs), settings))
+    if arguments.json:
+        print(json.dumps({f.task: f.scores for f in found}, indent=2))
+        return 0
+    rows = [("task", "measure", "score")]
+    for result in found:
+        for part, scores in result.scores.items():
+            rows += [(part, name, f"{value:.4f}") for name, value in scores.items()]
+    print("\n".join(_table(rows, left=(0, 1))))
+    if settings.limit is not None:
+        print(f"note: the first {settings.limit} questions only: no benchmark's score")
+    print("\nFiles: " + ", ".join(str(f.file) for f in found))
     return 0
 
 
