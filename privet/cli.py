@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, ledger, compare, eval, audit; an operator's verbs are in operate.py.
+"""The ``privet`` command: run, check, methods, experiments, ledger, compare, eval, audit; an operator's verbs are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.
@@ -19,6 +19,7 @@ from privet import operate
 from privet.config import compose
 from privet.environment import quiet_libraries
 from privet.errors import PrivetError
+from privet.experiments import single
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     methods.add_argument("--json", action="store_true", help="print JSON")
     methods.set_defaults(handler=_methods)
 
+    recipes = commands.add_parser("experiments", help="list the recipes", description=_experiments.__doc__)
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
+    recipes.add_argument("--json", action="store_true", help="print JSON")
+    recipes.set_defaults(handler=_experiments)
+
     ledger = commands.add_parser("ledger", help="print a node's ledger", description=_ledger.__doc__)
     ledger.add_argument("path", type=Path, help="a run's directory, or one node's store")
     ledger.add_argument("--json", action="store_true", help="print JSON")
@@ -158,9 +164,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     from privet import runner
 
-    config = compose(arguments.overrides)
+    given = single(arguments.overrides)
     # Everything that can be refused is refused here, before Flower starts.
-    overrides, config = runner.absolute(arguments.overrides, config)
+    overrides, config = runner.absolute(given, compose(given))
     (plan,) = runner.check([overrides]).plans
     if plan.error is not None:
         raise PrivetError(plan.error)
@@ -214,7 +220,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = compose(arguments.overrides)
+    config = compose(single(arguments.overrides))
     quiet_libraries()
     from server_app.plan import make_plan
 
@@ -309,6 +315,23 @@ def _methods(arguments: argparse.Namespace) -> int:
         facts = [", ".join(e.messages), *numbers, e.stays, e.paper]
         rows.append([e.name, *(["-"] * 4 + [e.refused, ""] if e.refused else facts)])
     print("\n".join(_table(rows, left=(0, 1, 5, 6))))
+    return 0
+
+
+def _experiments(arguments: argparse.Namespace) -> int:
+    """List the recipes for the papers' tables and figures: privet run -m experiment=NAME."""
+    from privet import experiments
+
+    if arguments.name is not None:
+        print(experiments.source(arguments.name).read_text(encoding="utf-8"), end="")
+        return 0
+    found = [experiments.load(name) for name in experiments.names()]
+    if arguments.json:
+        keys = ("name", "title", "needs", "command")
+        print(json.dumps([{key: getattr(recipe, key) for key in keys} for recipe in found], indent=2))
+        return 0
+    for recipe in found:
+        print(f"{recipe.name}\n    {recipe.title}\n    Needs {recipe.needs}")
     return 0
 
 
