@@ -346,7 +346,7 @@ class _Phase:
 
     def _trainer(self) -> Trainer:
         config = self._config
-        kind = kind_of(config.task)
+        kind = kind_of(config)
         prepared = self._public_rows() if self._public else self._rows.prepared(kind.tokenise)
         rows = prepared.rows
         if len(rows) and not kind.learns(rows):
@@ -366,7 +366,7 @@ class _Phase:
         if not len(examples):
             raise Refusal("no-public-rows", "this node has no public row to train on")
         tokenizer = load_tokenizer(config.model)
-        rows = kind_of(config.task).tokenise(tokenizer, examples, config.model.max_length)
+        rows = kind_of(config).tokenise(tokenizer, examples, config.model.max_length)
         return Prepared(rows, padding_id(tokenizer))
 
     def _order(self, purpose: str) -> int:

@@ -25,6 +25,8 @@ _OWN_KEYS = (
     "pair-column",
     "label-column",
     "labels",
+    "image-column",
+    "image-folder",
     "store",
     "retention-days",
     "worker",
@@ -40,7 +42,7 @@ _OWN_KEYS = (
     "model-path",
 )
 _FLOWER_KEYS = ("partition-id", "num-partitions")
-_TABLE_KEYS = ("text-column", "pair-column", "label-column", "labels")
+_TABLE_KEYS = ("text-column", "pair-column", "label-column", "labels", "image-column", "image-folder")
 _MOST_ROWS = 10**12
 _LONGEST_SOCKET = 107
 
@@ -64,7 +66,8 @@ class NodeConfig:
         A table that the owner calls public (``public-path``), in the form of the node's own: models of DP runs
         are scored on it.
     own : OwnNames
-        The table's own names (``text-column``, ``pair-column``, ``label-column``, ``labels``).
+        The table's own names (``text-column``, ``pair-column``, ``label-column``, ``labels``, ``image-column``), and
+        where its image files lie (``image-folder``; default: beside the table).
     store : Path or None
         The node's own folder (``store``; default ``~/.privet/nodes/NAME``); None: below the simulation's run.
     public_examples : int or None
@@ -311,6 +314,8 @@ def _own_names(raw: Mapping[str, Any]) -> OwnNames:
             pair_column=_text(raw, "pair-column"),
             label_column=_text(raw, "label-column"),
             labels=_labels(_text(raw, "labels")),
+            image_column=_text(raw, "image-column"),
+            image_folder=_text(raw, "image-folder"),
         )
     except ConfigError as error:
         raise _wrong(str(error)) from None

@@ -210,8 +210,8 @@ class Rows:
 
 
 def _key(node: NodeConfig, config: Config, stamp: Stamp | None) -> str | None:
-    """Return the name under which the rows are kept; None where they are not: in a simulation, without a table."""
-    if stamp is None:
+    """Return the name under which the rows are kept; None where they are not: in a simulation, or with images."""
+    if stamp is None or config.task.sees:
         return None
     tokenizer = _tokenizer(config.model)
     if tokenizer is None:

@@ -46,7 +46,7 @@ def score_models(node: NodeConfig, request: Request, config: Config, store: Node
     torch.set_num_threads(train.threads)
     model = load_model(config, device=device, dtype=pick_dtype(train.dtype, device))
     tokenizer = load_tokenizer(config.model)
-    kind = kind_of(config.task)
+    kind = kind_of(config)
     rows = kind.tokenise(tokenizer, examples, config.model.max_length)
     pad_id = padding_id(tokenizer)
 

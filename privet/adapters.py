@@ -1,4 +1,4 @@
-"""The frozen base model with its LoRA factors and, for classification, its head.
+"""The frozen base model with its LoRA factors and its head: a classifier, or the projector of images where that trains.
 
 Every tensor that a method may touch has one name: ``<module>.lora_A.weight`` (r x n),
 ``<module>.lora_B.weight`` (m x r) and the head's ``head.*`` (mean pooling) or the model's own head names.
@@ -26,25 +26,35 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
+from privet.captioner import ENCODERS, Captioner
 from privet.config import Config, ModelConfig, TaskConfig, unknown
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
+from privet.learners import (
+    LanguageModel,
+    Learner,
+    MeanPooledClassifier,
+    ModelClassifier,
+    VisionLanguageModel,
+)
 from privet.lowrank import factorise
 from privet.seeding import child_generator, child_seed
-from privet.weights import files_digest
+from privet.weights import files_digest, read_tensors
 
 transformers_logging.disable_progress_bar()
 
 ADAPTER = "default"
+IMAGE = "<image>"
+"""What stands for an image in a text that a tokenizer reads."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -74,7 +84,11 @@ class TargetModule:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Names and shapes of everything that can train; known without loading any weights."""
+    """Names and shapes of everything that can train; known without loading any weights.
+
+    `projects` says that the head is a projector in front of the language model. Of models that see, `image_token` is
+    the placeholder of an image, `image_tokens` how many it has, and `image_size` its height and width in pixels.
+    """
 
     targets: tuple[TargetModule, ...]
     rank: int
@@ -83,6 +97,10 @@ class AdapterSpec:
     base_parameters: int
     hidden_size: int
     layers: int
+    projects: bool = False
+    image_token: int = 0
+    image_tokens: int = 0
+    image_size: int = 0
 
     @property
     def a(self) -> Shapes:
@@ -117,68 +135,6 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 # --- the model -----------------------------------------------------------------------------------
 
 
-class MeanPooledClassifier(nn.Module):
-    """An encoder, the mean of its token vectors, one linear head (float32)."""
-
-    def __init__(self, backbone: PreTrainedModel, labels: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, labels)
-
-    def forward(self, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-        """Return logits (batch x labels)."""
-        hidden = self.backbone(attention_mask=attention_mask, **inputs).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        pooled = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
-        return cast(Tensor, self.head(pooled.to(self.head.weight.dtype)))
-
-    def head_modules(self) -> dict[str, nn.Module]:
-        """Modules outside the backbone."""
-        return {"head": self.head}
-
-
-class _WholeModel(nn.Module):
-    """A class of transformers that computes logits itself."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The module that LoRA is injected into and whose names the targets have."""
-        return self.model
-
-
-class ModelClassifier(_WholeModel):
-    """The model's own sequence-classification class, with its own pooling and head."""
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Return logits (batch x labels)."""
-        return cast(Tensor, self.model(**inputs).logits)
-
-    def head_modules(self) -> dict[str, nn.Module]:
-        """Modules outside the base model, for example ``classifier``."""
-        inner = self.model.base_model_prefix
-        children = self.model.named_children()
-        return {n: m for n, m in children if n != inner and next(m.parameters(), None) is not None}
-
-
-class LanguageModel(_WholeModel):
-    """A causal language model, which has no head besides its own output layer."""
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Return logits (batch x tokens x vocabulary)."""
-        return cast(Tensor, self.model(**inputs, use_cache=False).logits)
-
-    def head_modules(self) -> dict[str, nn.Module]:
-        """No module: nothing but the adapter trains."""
-        return {}
-
-
-Learner = MeanPooledClassifier | ModelClassifier | LanguageModel
-
-
 class AdaptedModel:
     """A base model whose adapter and head can be swapped in and out.
 
@@ -186,10 +142,10 @@ class AdaptedModel:
     nothing of one client reaches the next.
     """
 
-    def __init__(self, module: Learner, spec: AdapterSpec, seed: int, head: str | None) -> None:
+    def __init__(self, module: Learner, spec: AdapterSpec, initial: Mapping[str, Tensor]) -> None:
         self.module = module
         self.spec = spec
-        self._initial = initial_tensors(spec, seed, head)
+        self._initial = dict(initial)
         self._parameters = _named_parameters(module, spec)
         full_names = {id(p): n for n, p in module.named_parameters()}
         self._full_names = {n: full_names[id(p)] for n, p in self._parameters.items()}
@@ -218,7 +174,7 @@ class AdaptedModel:
         return self._short_names.get(full, full)
 
     def initial(self) -> dict[str, Tensor]:
-        """Return the values that the seed gives: Kaiming A, zero B, and the head (float32, CPU)."""
+        """Return the values that a run starts from: see :func:`initial_values` (float32, CPU)."""
         return dict(self._initial)
 
     @torch.no_grad()
@@ -294,7 +250,7 @@ def initial_tensors(spec: AdapterSpec, seed: int, head: str | None) -> dict[str,
 
     A is Kaiming-uniform with a = sqrt(5), that is U(-1/sqrt(n), 1/sqrt(n)), B is zero. A `frozen` head is drawn
     from N(0, 0.02^2); a trained head starts with a zero output layer (its last weight), so that the first
-    gradients are those of the base model's features.
+    gradients are those of the base model's features. A projector starts as A does, with zero biases.
     """
     out: dict[str, Tensor] = {}
     for name, (rank, inp) in spec.a.items():
@@ -306,8 +262,29 @@ def initial_tensors(spec: AdapterSpec, seed: int, head: str | None) -> dict[str,
     weights = [n for n in spec.head if n.endswith(".weight")]
     for name, shape in spec.head.items():
         generator = child_generator(seed, "init", name)
+        if spec.projects and name.endswith(".weight"):
+            bound = 1 / math.sqrt(shape[-1])
+            out[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            continue
         zero = not name.endswith(".weight") or (head != "frozen" and name == weights[-1])
         out[name] = torch.zeros(shape) if zero else torch.randn(shape, generator=generator) * 0.02
+    return out
+
+
+def initial_values(config: Config) -> dict[str, Tensor]:
+    """Return what a run starts from, equal on every machine: the seed's tensors, and a base model's own projector.
+
+    The projector is read from the model's files, in float32, without loading the model.
+
+    Raises
+    ------
+    ConfigError
+        If the files are not here and cannot be fetched, or have no such projector.
+    """
+    spec, model = adapter_spec(config), config.model
+    out = initial_tensors(spec, config.seed, config.head)
+    if spec.projects and model.vision is None and model.architecture is None:
+        out |= read_tensors(model.path or "", model.revision, spec.head)
     return out
 
 
@@ -331,12 +308,12 @@ def model_config(model: ModelConfig, labels: int) -> Any:
     """Return the transformers configuration for that many labels, 0 of a language model; reads a file at most."""
     if model.architecture is not None:
         values = dict(model.architecture)
-        with _building(model):
+        with building(model):
             config = AutoConfig.for_model(values.pop("model_type"), **values)
     else:
-        with _loading(model.path):
+        with loading(model.path):
             config = AutoConfig.from_pretrained(
-                _location(model), revision=model.revision or "main", trust_remote_code=False
+                location(model), revision=model.revision or "main", trust_remote_code=False
             )
     if labels:
         config.num_labels = labels
@@ -344,7 +321,7 @@ def model_config(model: ModelConfig, labels: int) -> Any:
 
 
 @contextmanager
-def _building(model: ModelConfig) -> Iterator[None]:
+def building(model: ModelConfig) -> Iterator[None]:
     """Turn whatever a model class raises for impossible sizes into one line."""
     try:
         yield
@@ -356,7 +333,7 @@ def _building(model: ModelConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _loading(path: str | None) -> Iterator[None]:
+def loading(path: str | None) -> Iterator[None]:
     """Turn what the loaders raise into one line."""
     try:
         yield
@@ -365,7 +342,8 @@ def _loading(path: str | None) -> Iterator[None]:
         raise ConfigError(f"'{path}' of the model cannot be loaded: {reason}") from None
 
 
-def _location(model: ModelConfig) -> str:
+def location(model: ModelConfig) -> str:
+    """Return the model's folder on this machine, or its hub name."""
     if model.path is None:
         raise ConfigError(
             "model.path is missing: a hub name, a folder, or model.architecture for random weights"
@@ -397,15 +375,17 @@ def _spec(shaping: _Shaping) -> AdapterSpec:
     labels = len(config.task.labels)
     with torch.device("meta"):
         module = _bare_module(config, model_config(config.model, labels), random=True)
-    base = sum(p.numel() for p in module.backbone.parameters())
-    targets = tuple(_targets(module.backbone, config.model))
+    heads = {id(p) for head in module.head_modules().values() for p in head.parameters()}
+    base = sum(p.numel() for p in module.parameters() if id(p) not in heads)
+    targets = tuple(_targets(module, config.model))
     inner = config.model.lora
     shapes = {
         f"{prefix}.{name}": tuple(p.shape)
         for prefix, head in module.head_modules().items()
         for name, p in head.named_parameters()
     }
-    hidden = module.backbone.config
+    hidden = module.backbone.config.get_text_config()
+    seer = module if isinstance(module, (VisionLanguageModel, Captioner)) else None
     return AdapterSpec(
         targets=targets,
         rank=inner.rank,
@@ -414,6 +394,10 @@ def _spec(shaping: _Shaping) -> AdapterSpec:
         base_parameters=base,
         hidden_size=getattr(hidden, "hidden_size", 0),
         layers=getattr(hidden, "num_hidden_layers", 0),
+        projects=config.model.projector == "trained",
+        image_token=seer.image_token if seer else 0,
+        image_tokens=seer.image_tokens if seer else 0,
+        image_size=seer.image_size if seer else 0,
     )
 
 
@@ -429,10 +413,20 @@ def adapter_spec(config: Config) -> AdapterSpec:
     return _spec(_Shaping(json.dumps([settings["model"], settings["task"]]), config))
 
 
-def _targets(backbone: nn.Module, model: ModelConfig) -> Iterator[TargetModule]:
-    """Yield every linear map whose name ends in one of the target names, in model order."""
+def _targets(learner: Learner, model: ModelConfig) -> Iterator[TargetModule]:
+    """Yield every linear map whose name ends in one of the target names, in model order; of language models alone."""
     matched: set[str] = set()
-    linears = {n: m for n, m in backbone.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    linears = {n: m for n, m in learner.backbone.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    if isinstance(learner, VisionLanguageModel):
+        inner = {n: m for n, m in linears.items() if n.startswith(f"{learner.language}.")}
+        for target in model.lora.targets:
+            where = [n for n in linears if n == target or n.endswith("." + target)]
+            if where and not set(where) & set(inner):
+                raise ConfigError(
+                    f"target module '{target}' of model.lora.targets is {where[0]}, outside of the language model, "
+                    f"which alone is adapted: {learner.language}"
+                )
+        linears = inner
     for name, module in linears.items():
         hits = [t for t in model.lora.targets if name == t or name.endswith("." + t)]
         if not hits:
@@ -458,15 +452,15 @@ def _bare_module(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> Learner:
-    model, task = config.model, config.task
-    auto, wrap = _classes(task, transformers_config)
+    model = config.model
+    auto, wrap = _classes(config, transformers_config)
     if random:
-        with _building(model):
+        with building(model):
             backbone = auto.from_config(transformers_config)
     else:
-        with _loading(model.path):
+        with loading(model.path):
             backbone = auto.from_pretrained(
-                _location(model),
+                location(model),
                 revision=model.revision or "main",
                 config=transformers_config,
                 dtype=dtype or torch.float32,
@@ -491,22 +485,49 @@ def _quantised(model: ModelConfig, dtype: torch.dtype, device: str) -> dict[str,
         raise ConfigError(
             f"model.bits = {model.bits} needs the package bitsandbytes: pip install bitsandbytes"
         )
+    # What trains is not quantised; the list takes the place of a default that spares the output layer.
+    spared: dict[str, Any] = (
+        {"llm_int8_skip_modules": ["lm_head", "multi_modal_projector"]}
+        if model.projector == "trained"
+        else {}
+    )
     if model.bits == 8:
         # Above a threshold its columns are picked over the whole batch, and examples would see each other.
-        held = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        held = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0, **spared)
     else:
-        held = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        held = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, **spared
+        )
     return {"quantization_config": held, "device_map": {"": device}}
 
 
-def _classes(task: TaskConfig, transformers_config: Any) -> tuple[Any, Callable[[Any], Learner]]:
+def _classes(config: Config, transformers_config: Any) -> tuple[Any, Callable[[Any], Learner]]:
     """Return the class of transformers that a task needs, and what makes its model one that trains here.
 
     Raises
     ------
     ConfigError
-        For a language model's task with a model that sees what follows a token.
+        For a task that the model is not made for.
     """
+    task, model = config.task, config.model
+    if task.sees and model.projector is None:
+        raise ConfigError(
+            f"task.kind = {task.kind} needs a model that sees images, for example model=llava "
+            "(model.projector = frozen or trained)"
+        )
+    if model.projector is not None and not task.sees:
+        raise ConfigError(
+            f"model.projector = {model.projector} has no effect with task.kind={task.kind}: "
+            "captioning and visual_question have images"
+        )
+    if task.sees and model.vision is None:
+        if type(transformers_config) not in AutoModelForImageTextToText._model_mapping:
+            raise ConfigError(
+                f"task.kind = {task.kind} needs a model that sees images, which "
+                f"{transformers_config.model_type} is not: choose another model, or put model.vision before it"
+            )
+        trained = model.projector == "trained"
+        return AutoModelForImageTextToText, lambda backbone: VisionLanguageModel(backbone, trained)
     if task.generates:
         sees_ahead = getattr(transformers_config, "is_decoder", True) is False
         if sees_ahead or getattr(transformers_config, "is_encoder_decoder", False):
@@ -514,6 +535,10 @@ def _classes(task: TaskConfig, transformers_config: Any) -> tuple[Any, Callable[
                 f"task.kind = {task.kind} needs a causal language model, which "
                 f"{transformers_config.model_type} is not: choose another model"
             )
+        if model.vision is not None:
+            encoder = ENCODERS[model.vision]
+            meta = torch.get_default_device().type == "meta"
+            return AutoModelForCausalLM, lambda backbone: Captioner(backbone, encoder(not meta))
         return AutoModelForCausalLM, LanguageModel
     if task.pooling == "mean":
         return AutoModel, lambda backbone: MeanPooledClassifier(backbone, len(task.labels))
@@ -527,7 +552,14 @@ def load_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = torc
     :meth:`AdaptedModel.load` before every use.
     """
     relevant = json.dumps(
-        [config.to_dict()["model"], config.task.head, config.task.pooling, config.task.labels, config.seed]
+        [
+            config.to_dict()["model"],
+            config.task.head,
+            config.task.pooling,
+            config.task.labels,
+            config.task.kind,
+            config.seed,
+        ]
     )
     slot = _slot(relevant, device, dtype)
     if not slot:
@@ -560,6 +592,8 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
         module = _bare_module(config, transformers_config, random=random, dtype=dtype, device=device)
     if random:
         cast(nn.Module, module.backbone).to(dtype)
+    if isinstance(module, Captioner):
+        module.encoder.to(dtype)
     lora = PeftLoraConfig(
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,  # type: ignore[arg-type]
@@ -574,7 +608,7 @@ def build_model(config: Config, *, device: str = "cpu", dtype: torch.dtype = tor
     for head in module.head_modules().values():
         head.float()
     module.to(device)
-    return AdaptedModel(module, spec, config.seed, config.task.head)
+    return AdaptedModel(module, spec, initial_values(config))
 
 
 def check_model(config: Config) -> None:
@@ -587,7 +621,9 @@ def check_model(config: Config) -> None:
     """
     model = config.model
     load_tokenizer(model)
+    check_room(model, adapter_spec(config))
     settings = model_config(model, len(config.task.labels))
+    settings = settings.get_text_config()
     limit = getattr(settings, "max_position_embeddings", None)
     if isinstance(limit, int) and "roberta" in str(settings.model_type):
         limit -= 1 + (settings.pad_token_id or 0)  # RoBERTa counts positions from behind the padding id
@@ -603,11 +639,19 @@ def check_model(config: Config) -> None:
         )
 
 
+def check_room(model: ModelConfig, spec: AdapterSpec) -> None:
+    """Raise ConfigError where a row has no room for more than its image."""
+    if spec.image_tokens and model.max_length <= spec.image_tokens + 1:
+        raise ConfigError(
+            f"model.max_length = {model.max_length} is not allowed: an image alone is {spec.image_tokens} tokens"
+        )
+
+
 def _check_weights(model: ModelConfig) -> None:
     """Compare the weights file with the pinned hash before any of it is used."""
     if model.sha256 is None:
         return
-    folder = Path(_location(model))
+    folder = Path(location(model))
     if not folder.is_dir():
         raise ConfigError("model.sha256 needs a local folder or package: pin a hub model by model.revision")
     files = sorted(folder.glob("*.safetensors"))
@@ -626,12 +670,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = model.tokenizer or model.path
     if path is None:
         raise ConfigError("model.tokenizer is missing: random weights need a tokenizer")
-    with _loading(path):
+    with loading(path):
         tokenizer = AutoTokenizer.from_pretrained(
             _place(path), revision=model.revision or "main", trust_remote_code=False
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if model.projector is not None and IMAGE not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
@@ -641,15 +687,18 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapter so that ``PeftModel.from_pretrained(base, folder)`` loads it.
 
-    With ``pooling=model`` the head is inside (PEFT's ``modules_to_save``); with ``pooling=mean`` transformers
-    has no such head, so it lies beside the adapter as ``head.safetensors``. Local heads are on the nodes only.
+    With ``pooling=model``, and for a model's own projector, the head is inside (PEFT's ``modules_to_save``); with
+    ``pooling=mean`` or ``model.vision`` transformers has no such head, so it lies beside the adapter as
+    ``head.safetensors``. Local heads are on the nodes only.
     Changes of the frozen weights become further columns and rows of the factors, so the rank may be larger than
     the one that was trained; alpha / r stays.
     """
     spec = adapter_spec(config)
     factors, rank = _with_deltas(spec, values)
     local = config.task.head == "local"  # trained on the nodes, where it stays
-    own_head = config.task.pooling == "model" and not local
+    own_head = (config.task.pooling == "model" and not local) or (
+        spec.projects and config.model.vision is None
+    )
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "base_model.model."
     tensors = {prefix + n: factors[n].contiguous() for n in spec.lora}
@@ -666,11 +715,16 @@ def export(config: Config, values: Mapping[str, Tensor], folder: Path) -> None:
         target_modules=[t.name for t in spec.targets],
         lora_dropout=lora.dropout,
         task_type=_peft_task(config.task, own_head),
-        modules_to_save=sorted({n.partition(".")[0] for n in spec.head}) if own_head else None,
+        modules_to_save=sorted({_module_to_save(n, spec) for n in spec.head}) if own_head else None,
         base_model_name_or_path=config.model.path or "random",
         inference_mode=True,
     )
     peft_config.save_pretrained(str(folder))
+
+
+def _module_to_save(name: str, spec: AdapterSpec) -> str:
+    """Return what PEFT calls the module of a head's parameter: the last part of a projector's name, or the first."""
+    return name.split(".")[-3] if spec.projects else name.partition(".")[0]
 
 
 def _peft_task(task: TaskConfig, own_head: bool) -> str:

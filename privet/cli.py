@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, experiments, ledger, compare, eval, audit; an operator's verbs are in operate.py.
+"""The ``privet`` command: run, check, methods, experiments, ledger, compare, eval, audit; operators' are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.

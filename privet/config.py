@@ -72,6 +72,10 @@ class ModelConfig:
     `path` is a hub name, a local folder or ``package:module/folder``; with `architecture` the weights are
     drawn from the seed instead. `sha256` (or a prefix of it) pins the weights file. `bits` quantises the frozen
     weights when they are loaded; what trains stays float32.
+
+    A model that sees images has a `projector`, which stays as it came or trains like a shared head; text models have
+    none (None). With `vision`, an encoder of that name is put before a language model, and the projector between
+    them starts from the seed; None: the model has its own.
     """
 
     name: str
@@ -81,10 +85,17 @@ class ModelConfig:
     tokenizer: str | None
     architecture: dict[str, Any] | None
     bits: Literal[4, 8] | None
+    vision: Literal["efficientnet_lite0"] | None
+    projector: Literal["frozen", "trained"] | None
     max_length: Annotated[int, Bounds(ge=2)]
     lora: LoraConfig
 
     def __post_init__(self) -> None:
+        if self.vision is not None and self.projector != "trained":
+            raise ConfigError(
+                f"model.projector = {self.projector or 'null'} is not allowed with model.vision: a projector that "
+                "starts from the seed has to be trained"
+            )
         if self.bits is not None and self.architecture is not None:
             raise ConfigError(
                 f"model.bits = {self.bits} has no effect with model.architecture: random weights are not quantised"
@@ -113,6 +124,11 @@ class TaskConfig:
     `text_column` holds whole chats). The last two train a language model, which has no head; `prompt` is what it
     reads, with ``{text}`` and ``{pair}`` for the row's texts, and `writing` says how what it writes is judged.
 
+    ``captioning`` and ``visual_question`` train one that sees images: `image_column` has the images or the names of
+    their files below `image_folder` (None: the table's own folder; those of `test_path` are below `test_image_folder`
+    where that is set), and ``{image}`` stands in `prompt`. Captioning has no text to read (`text_column` None).
+    `choices_column` has lists of answers to choose from, ``{choices}`` in `prompt`; the answer is then a letter.
+
     `path` may hold ``{client}``, which then names one file a client. `minimum` drops rows whose column is present and
     lower. The public test set is `test_path`, or the `test_rows` rows of `path` that sort first by content hash.
     With `validation_rows`, so many training rows are set apart and scored in its place, to tune settings on. `canaries`
@@ -120,15 +136,19 @@ class TaskConfig:
     """
 
     name: str
-    kind: Literal["classification", "generation", "instructions"]
+    kind: Literal["classification", "generation", "instructions", "captioning", "visual_question"]
     path: str
     test_path: str | None
     test_rows: Annotated[int | None, Bounds(ge=1)]
     validation_rows: Annotated[int | None, Bounds(ge=1)]
     canaries: Annotated[int | None, Bounds(ge=1)]
     train_rows: Annotated[int | None, Bounds(ge=1)]
-    text_column: str
+    text_column: str | None
     pair_column: str | None
+    choices_column: str | None
+    image_column: str | None
+    image_folder: str | None
+    test_image_folder: str | None
     label_column: str | None
     labels: tuple[str, ...]
     prompt: str | None
@@ -143,7 +163,16 @@ class TaskConfig:
         """Whether the answer is a text, which a language model writes."""
         return self.kind != "classification"
 
+    @property
+    def sees(self) -> bool:
+        """Whether every row has an image."""
+        return self.kind in ("captioning", "visual_question")
+
     def __post_init__(self) -> None:
+        if self.sees:
+            self._check_images()
+        else:
+            self._check_no_images()
         if self.generates:
             self._check_texts()
         else:
@@ -156,6 +185,33 @@ class TaskConfig:
             raise ConfigError(
                 "task.validation_rows needs one table to set rows apart from, not a file for each client"
             )
+
+    def _check_images(self) -> None:
+        """Check what rows with images need; their texts are checked as all texts are."""
+        if self.image_column is None:
+            raise ConfigError(f"task.image_column is missing: task.kind={self.kind} needs images")
+        if (self.prompt or "").count("{image}") != 1:
+            raise ConfigError(f"task.prompt = {self.prompt!r} is not allowed: {{image}} stands in it once")
+        if self.label_column is None:
+            raise ConfigError("task.label_column = null is not allowed: the column of the texts to write")
+        if (self.text_column is None) != (self.kind == "captioning"):
+            needed = "has no text to read (null)" if self.text_column else "needs a question"
+            raise ConfigError(
+                f"task.text_column = {self.text_column or 'null'}: task.kind={self.kind} {needed}"
+            )
+        if self.choices_column is not None and self.pair_column is not None:
+            raise ConfigError("task.choices_column and task.pair_column: only one of them")
+        if self.canaries is not None:
+            raise ConfigError("task.canaries is for texts: nothing is planted among images")
+
+    def _check_no_images(self) -> None:
+        for name in ("image_column", "image_folder", "test_image_folder", "choices_column"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"task.{name} has no effect with task.kind={self.kind}: captioning and visual_question have images"
+                )
+        if self.text_column is None:
+            raise ConfigError("task.text_column = null is not allowed: the column of the texts")
 
     def _check_labels(self) -> None:
         if len(self.labels) < 2:
@@ -187,7 +243,8 @@ class TaskConfig:
             raise ConfigError(
                 "task.prompt and task.pair_column have no effect without task.label_column: the chats are whole"
             )
-        for hole, column in (("{text}", self.text_column), ("{pair}", self.pair_column)):
+        holes = {"{text}": self.text_column, "{pair}": self.pair_column, "{choices}": self.choices_column}
+        for hole, column in holes.items():
             if not chats and (hole in (self.prompt or "{text}")) != (column is not None):
                 raise ConfigError(
                     f"task.prompt = {self.prompt!r} is not allowed: {hole} stands in it exactly where the task "
@@ -332,6 +389,11 @@ class Config:
     keep_uploads: bool
     tracking: Literal["none", "tensorboard", "wandb", "mlflow"]
     seed: Annotated[int, Bounds(ge=0)]
+
+    @property
+    def head(self) -> str | None:
+        """Where what trains besides the adapter goes: `task.head`, or ``shared`` for a projector that trains."""
+        return "shared" if self.model.projector == "trained" else self.task.head
 
     @property
     def scores_on_server(self) -> bool:

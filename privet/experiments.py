@@ -1,7 +1,7 @@
 """Recipes: ``conf/experiment/NAME.yaml`` is a command line that has a name, for a table or a figure of a paper.
 
-``experiment=NAME`` on a command line stands for the recipe's settings and for the values that it sweeps; what else stands on the
-line goes before them. A run keeps these settings in full, so that it never depends on the recipe's file.
+``experiment=NAME`` on a command line stands for the recipe's settings and for the values that it sweeps; what else
+stands on the line goes before them. A run keeps these settings in full, so that it never depends on the recipe's file.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def absolute(overrides: Sequence[str], config: Config) -> tuple[list[str], Confi
     A run's processes do not start in the user's folder. Data paths are always local; a model's path is, where
     such a folder exists, and else a hub name.
     """
-    data = {"path": config.task.path, "test_path": config.task.test_path}
+    places = ("path", "test_path", "image_folder", "test_image_folder")
+    data = {name: getattr(config.task, name) for name in places}
     model = {"path": config.model.path, "tokenizer": config.model.tokenizer}
     here = {k: v for k, v in model.items() if v is not None and Path(v).expanduser().exists()}
     data_paths, model_paths = _absolute(data), _absolute(here)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from safetensors import safe_open
+from torch import Tensor
+
 from privet.atomic import write_atomic
+from privet.captioner import weights_file
 from privet.config import Config
 from privet.data.sources import resolve_path
 from privet.errors import ConfigError
@@ -44,8 +48,8 @@ def base_weights(config: Config, *, fetch: bool) -> str | None:
     -------
     str or None
         ``sha256:HEX`` over the safetensors files that are loaded, in the order of their names, so that a folder and
-        the hub's copy of the same files agree; ``random:HEX`` over architecture and seed where weights are drawn
-        from the seed.
+        the hub's copy of the same files agree, and over an image encoder's file where there is one; ``random:HEX``
+        over architecture and seed where weights are drawn from the seed.
 
     Raises
     ------
@@ -59,11 +63,39 @@ def base_weights(config: Config, *, fetch: bool) -> str | None:
     files = _files(model.path or "", model.revision, fetch)
     if files is None:
         return None
+    if model.vision is not None:
+        files = [*files, weights_file()]
     try:
         facts = tuple((str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
         return f"sha256:{_remembered(facts)}"
     except OSError as error:
         raise ConfigError(f"the weights of '{model.path}' cannot be read: {error.strerror}") from None
+
+
+def read_tensors(path: str, revision: str | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return some of a model's tensors from its files, in float32; nothing else is loaded.
+
+    A checkpoint may call them by a longer or shorter name with the same end, as older ones of a class do.
+
+    Raises
+    ------
+    ConfigError
+        If there are no files, or a tensor is not in them in that shape.
+    """
+    out: dict[str, Tensor] = {}
+    for file in _files(path, revision, fetch=True) or []:
+        with safe_open(file, framework="pt") as held:
+            names = list(held.keys())
+            for name in shapes:
+                found = [n for n in names if name == n or name.endswith(f".{n}") or n.endswith(f".{name}")]
+                if len(found) == 1:
+                    out[name] = held.get_tensor(found[0]).float()
+    for name, shape in shapes.items():
+        if name not in out or tuple(out[name].shape) != tuple(shape):
+            raise ConfigError(
+                f"the weights of model.path = {path} have no {name} of the shape {tuple(shape)}"
+            )
+    return out
 
 
 def _files(path: str, revision: str | None, fetch: bool) -> list[Path] | None:

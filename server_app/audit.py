@@ -167,7 +167,7 @@ class _Attacker:
 
     def __init__(self, config: Config, values: Arrays) -> None:
         device = pick_device(config.train.device)
-        self._config, self._kind = config, kind_of(config.task)
+        self._config, self._kind = config, kind_of(config)
         self._model = load_model(config, device=device, dtype=pick_dtype(config.train.dtype, device))
         self._tokenizer = load_tokenizer(config.model)
         self.take(values)

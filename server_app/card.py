@@ -39,6 +39,26 @@ prompt = words("some text", return_tensors="pt", return_token_type_ids=False)
 written = model.generate(**prompt, max_new_tokens=20)
 """
 
+_VISION = """
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), adapter).eval()
+words = AutoTokenizer.from_pretrained(tokenizer)
+"""
+
+_CAPTIONER = """
+from peft import PeftModel
+from privet.captioner import Captioner, ENCODERS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+language_model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+model = Captioner(language_model, ENCODERS["VISION"](True)).eval()
+model.load_state_dict(load_file(f"{adapter}/head.safetensors"), strict=False)  # the projector
+words = AutoTokenizer.from_pretrained(tokenizer)
+"""
+
 _NO_HEAD = """
 from peft import PeftModel
 from transformers import AutoModel
@@ -121,7 +141,11 @@ def _answers(config: Config) -> str:
 
 def _usage(config: Config) -> str:
     """Return the lines that load the adapter in plain transformers; a test runs them."""
-    if config.task.generates:
+    if config.model.vision is not None:
+        body = _CAPTIONER.replace("VISION", config.model.vision)
+    elif config.task.sees:
+        body = _VISION
+    elif config.task.generates:
         body = _LANGUAGE
     elif config.task.head == "local":
         body = _NO_HEAD

@@ -37,7 +37,7 @@ class Evaluator:
         tokenizer = load_tokenizer(config.model)
         self._pad_id = padding_id(tokenizer)
         self._tokenizer = tokenizer
-        self._kind = kind_of(config.task)
+        self._kind = kind_of(config)
         self._kind.check()
         self._examples = load_test(config.task)
         self.rows = self._kind.tokenise(tokenizer, self._examples, config.model.max_length)

@@ -97,7 +97,7 @@ def make_plan(config: Config) -> RunPlan:
     method = load_method(config, spec)
     check_model(config)
     if config.scores_on_server:
-        kind_of(config.task).check()
+        kind_of(config).check()
     pick_device(config.train.device)
     check_tracking(config)
     notes = []

@@ -15,7 +15,7 @@ import torch
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid
 
-from privet.adapters import adapter_spec, initial_tensors
+from privet.adapters import adapter_spec, initial_values
 from privet.config import Config, compose, split_overrides
 from privet.errors import ConfigError, Refusal
 from privet.plan import warnings
@@ -184,7 +184,7 @@ def execute(grid: Grid, context: Context, directory: RunDirectory, resumed: Resu
         )
     )
     evaluator = Evaluator(config) if config.scores_on_server and config.task.head != "local" else None
-    initial = initial_tensors(spec, config.seed, config.task.head)
+    initial = initial_values(config)
     directory.after_round = lambda: directory.write_privacy(config, plans, spending)
     try:
         result = method.start(

@@ -138,7 +138,7 @@ class LoraStrategy(RoundStrategy):
         super().__init__(config)
         self.spec = spec
         self.params: Any = parse(self.Params, config.method.params, "method")
-        head = config.task.head
+        head = config.head
         self.trained_head: Shapes = dict(spec.head) if head != "frozen" else {}
         self.shared_head: Shapes = dict(spec.head) if head == "shared" else {}
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from privet.adapters import AdapterSpec, Shapes, count, initial_tensors
+from privet.adapters import AdapterSpec, Shapes, count, initial_tensors, initial_values
 from privet.config import LARGEST_RATE, Bounds, Config
 from privet.errors import ConfigError, Refusal
 from privet.projection import (
@@ -294,7 +294,7 @@ class FedHSIP(LoraStrategy):
         theta = self._initial_theta(state, rule)
         head = self.head_of(state)
         if self._only_rule:
-            initial = initial_tensors(self.spec, self.config.seed, self.config.task.head)
+            initial = initial_values(self.config)
             head = {name: initial[name] for name in head}
         return {THETA: theta, "slots": rule.slots.to(torch.int32), "signs": rule.signs, **head}
 
@@ -429,7 +429,7 @@ class FedHSIP(LoraStrategy):
         """theta_D at theta_d = 0: the initial factors with ``init=offset``, else zero."""
         if self.params.init != "offset":
             return torch.zeros(self.total)
-        tensors = initial_tensors(self.spec, self.config.seed, self.config.task.head)
+        tensors = initial_tensors(self.spec, self.config.seed, self.config.head)
         return flatten(tensors, self.spec.lora)
 
     def _initial_theta(self, state: Arrays, rule: Projection) -> Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from privet.data.tasks import Examples
+
+if TYPE_CHECKING:
+    from privet.reader import RowImages
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +29,15 @@ class Tokenised:
         Segment ids of pairs, for models that tell the two texts apart by them.
     prompts : numpy.ndarray or None
         (n,) int64, for language models: how many of a row's first tokens are given and not to be learnt.
+    images : RowImages or None
+        The image of every row, decoded when a batch asks for it.
     """
 
     ids: list[np.ndarray]
     labels: np.ndarray
     types: list[np.ndarray] | None = None
     prompts: np.ndarray | None = None
+    images: RowImages | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

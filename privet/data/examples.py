@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from privet.data.images import Picture
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
@@ -15,7 +17,7 @@ class Examples:
     Attributes
     ----------
     texts : list of str
-        n texts, none of them blank.
+        n texts, none of them blank; all empty where the task has images and no texts to read.
     pairs : list of str or None
         The second text of every row, for tasks over pairs.
     labels : numpy.ndarray
@@ -24,6 +26,8 @@ class Examples:
         (n,) texts of the column that a partition asked for.
     targets : list of str or None
         The text that answers every row, for tasks in which a model writes.
+    images : list of Picture or None
+        The image of every row, for tasks that have them.
     """
 
     texts: list[str]
@@ -31,9 +35,15 @@ class Examples:
     labels: np.ndarray
     columns: np.ndarray | None = None
     targets: list[str] | None = None
+    images: list[Picture] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def keys(self) -> list[str]:
+        """What a row is told by when rows are set apart, (n,): its image, else its text; equal ones stay together."""
+        return self.texts if self.images is None else [image.key for image in self.images]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Examples:
         """Return the rows at `indices`, in that order."""
@@ -44,6 +54,7 @@ class Examples:
             labels=self.labels[chosen],
             columns=None if self.columns is None else self.columns[chosen],
             targets=None if self.targets is None else [self.targets[i] for i in chosen],
+            images=None if self.images is None else [self.images[i] for i in chosen],
         )
 
     def join(self, other: Examples) -> Examples:
@@ -53,4 +64,5 @@ class Examples:
             pairs=None if self.pairs is None else [*self.pairs, *(other.pairs or [])],
             labels=np.concatenate([self.labels, other.labels]),
             targets=None if self.targets is None else [*self.targets, *(other.targets or [])],
+            images=None if self.images is None else [*self.images, *(other.images or [])],
         )

@@ -25,7 +25,7 @@ def split_holdout(config: Config, examples: Examples) -> tuple[Examples, Example
     """
     if config.privacy.private or not config.scores_on_clients:
         return examples, examples.take(np.array([], dtype=np.int64))
-    keys = [hashlib.sha256(b"holdout:" + text.encode()).digest() for text in examples.texts]
+    keys = [hashlib.sha256(b"holdout:" + key.encode()).digest() for key in examples.keys]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     size = min(math.ceil(config.holdout * len(order)), max(0, len(order) - 1))
     held, train = (

@@ -81,7 +81,7 @@ def read_table(
 
     CSV and TSV cells stay text, and an empty cell is the empty text, so that ``NA`` or ``007`` is what the
     file says. In TSV a quotation mark is an ordinary character. JSON is a list of records, an object of
-    records or an object of columns.
+    records or an object of columns, or captions as COCO has them: a record a caption, with what is said of its image.
 
     Parameters
     ----------
@@ -239,6 +239,8 @@ def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
     except (ValueError, RecursionError) as err:
         line = f": line {err.lineno}" if isinstance(err, json.JSONDecodeError) else ""
         raise DataError(f"'{path}' is not valid JSON{line}") from None
+    if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
+        return _from_records(_captions(path, content["images"], content["annotations"]))
     if isinstance(content, dict) and content and all(isinstance(v, dict) for v in content.values()):
         content = list(content.values())
     if isinstance(content, list) and all(isinstance(r, dict) for r in content):
@@ -248,6 +250,18 @@ def _read_json(path: Path, columns: list[str] | None) -> pd.DataFrame:
             raise DataError(f"'{path}' has columns of different lengths")
         return pd.DataFrame(content, dtype=object)
     raise DataError(f"'{path}' is not a table: a list of records, an object of records or of columns")
+
+
+def _captions(path: Path, images: Any, annotations: Any) -> list[dict[str, Any]]:
+    """Return an annotation a record, in its file's order, with the columns of its image; both may have an ``id``."""
+    lists = (images, annotations)
+    if not all(isinstance(part, list) and all(isinstance(r, dict) for r in part) for part in lists):
+        raise DataError(f"'{path}' has images and annotations that are no lists of records")
+    try:
+        known = {image["id"]: {k: v for k, v in image.items() if k != "id"} for image in images}
+        return [{**known[row["image_id"]], **row} for row in annotations]
+    except (KeyError, TypeError):
+        raise DataError(f"'{path}' has an annotation whose image_id is not the id of an image") from None
 
 
 def _read_parquet(path: Path, columns: list[str] | None) -> pd.DataFrame:

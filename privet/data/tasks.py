@@ -10,7 +10,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ import numpy as np
 
 from privet.config import TaskConfig
 from privet.data.chats import split_chats
+from privet.data.choices import letter_choices
 from privet.data.examples import Examples as Examples
 from privet.data.hub import HubTable
+from privet.data.images import MISSING, REASONS, Picture, fault, pictures
 from privet.data.sources import find_table, read_table, resolve_path
 from privet.errors import ConfigError, DataError
 
@@ -51,9 +53,13 @@ class OwnNames:
     Attributes
     ----------
     text_column, pair_column, label_column : str or None
-        Columns of the table; `pair_column` counts only where the task has pairs.
+        Columns of the table; `text_column` and `pair_column` count only where the task has them.
     labels : tuple of str or None
         The table's label values in the order of ``task.labels``.
+    image_column : str or None
+        The column of images or of their files' names, where the task has images.
+    image_folder : str or None
+        Where such files lie; None: in the table's own folder. A task's folder does not count on a real node.
 
     Raises
     ------
@@ -65,6 +71,8 @@ class OwnNames:
     pair_column: str | None = None
     label_column: str | None = None
     labels: tuple[str, ...] | None = None
+    image_column: str | None = None
+    image_folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.labels is not None and len(set(self.labels)) != len(self.labels):
@@ -73,7 +81,7 @@ class OwnNames:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that the node has named itself."""
-        named = (self.text_column, self.pair_column, self.label_column)
+        named = (self.text_column, self.pair_column, self.label_column, self.image_column)
         return frozenset(name for name in named if name is not None)
 
     def fit(self, cfg: TaskConfig) -> TaskConfig:
@@ -90,9 +98,13 @@ class OwnNames:
                 "one for each, in that order"
             )
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if cfg.pair_column is None:
-            own["pair_column"] = None
-        return dataclasses.replace(cfg, **{name: value for name, value in own.items() if value is not None})
+        for name in ("text_column", "pair_column", "image_column"):
+            if getattr(cfg, name) is None:
+                own[name] = None
+        given = {name: value for name, value in own.items() if value is not None}
+        # Whoever chooses the task must not choose a folder of the node.
+        given["image_folder"] = self.image_folder if cfg.sees else None
+        return dataclasses.replace(cfg, **given)
 
 
 def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
@@ -129,7 +141,7 @@ def load_task(cfg: TaskConfig, column: str | None = None) -> TaskData:
             f"({len(rows)} rows have one of task.labels; left out: {_counts(dropped)})"
         )
     if cfg.test_path is not None:
-        train, test = rows, _load(find_table(cfg.test_path), cfg, None)[0]
+        train, test = rows, _load_test_table(cfg)
     else:
         train, test = _set_apart(rows, cfg.test_rows or 0, "", "test", path, dropped)
     if cfg.validation_rows is not None:
@@ -145,7 +157,12 @@ def load_test(cfg: TaskConfig) -> Examples:
     """Load the public test rows only; raises as :func:`load_task` does."""
     if cfg.test_path is None or cfg.validation_rows is not None:
         return load_task(cfg).test
-    return _load(find_table(cfg.test_path), cfg, None)[0]
+    return _load_test_table(cfg)
+
+
+def _load_test_table(cfg: TaskConfig) -> Examples:
+    folder = cfg.test_image_folder or cfg.image_folder
+    return _load(find_table(cfg.test_path or ""), dataclasses.replace(cfg, image_folder=folder), None)[0]
 
 
 def load_client_file(cfg: TaskConfig, client: int | str) -> Examples:
@@ -271,10 +288,15 @@ def _own_path(path: str) -> Path:
 
 
 def snapshot(examples: Examples) -> str:
-    """Return the SHA-256 over texts, pairs, labels and answers in their order: equal exactly for equal rows."""
+    """Return the SHA-256 over texts, pairs, labels, answers and images in their order: equal exactly for equal rows.
+
+    An image's file counts by its name, size and time.
+    """
     digest = hashlib.sha256()
-    answers = () if examples.targets is None else (examples.targets,)
-    for texts in (examples.texts, examples.pairs, *answers):
+    more = [] if examples.targets is None else [examples.targets]
+    if examples.images is not None:
+        more.append([image.stamp for image in examples.images])
+    for texts in (examples.texts, examples.pairs, *more):
         digest.update(b"none" if texts is None else b"%d" % len(texts))
         for text in texts or ():
             raw = text.encode()
@@ -307,16 +329,23 @@ def _load(
         )
     column = cfg.label_column if column == LABEL else column
     answer = cfg.label_column
-    texts = [cfg.text_column] if cfg.pair_column is None else [cfg.text_column, cfg.pair_column]
+    second = cfg.choices_column or cfg.pair_column
+    texts = [name for name in (cfg.text_column, second) if name is not None]
     wanted = [name for name in (*texts, answer, column) if name is not None]
-    minimum = cfg.minimum or {}
-    chosen = [name for name in (*wanted, *minimum) if name not in named] if node else []
-    frame = read_table(path, [*wanted, *minimum], lenient=chosen)
+    further = [*(cfg.minimum or {}), *([cfg.image_column] if cfg.image_column else [])]
+    chosen = [name for name in (*wanted, *further) if name not in named] if node else []
+    frame = read_table(path, [*wanted, *further], lenient=chosen)
     if answer is None:
-        frame, answer = split_chats(frame, cfg.text_column, path, strict=not node)
+        frame, answer = split_chats(frame, texts[0], path, strict=not node)
         wanted.append(answer)
+    if cfg.choices_column is not None:
+        frame, answer = letter_choices(frame, cfg.choices_column, answer)
+        wanted.append(answer)
+    images = _pictures(frame, cfg, path, lenient=node)
     if column is not None and column not in (*texts, answer):
-        frame = frame.assign(**{column: _one_value(frame, column, cfg.text_column)})
+        told_by = frame[cfg.text_column] if cfg.text_column else [getattr(i, "key", i) for i in images]
+        frame = frame.assign(**{column: _one_value(frame[column], told_by)})
+    minimum = cfg.minimum or {}
     cells = {name: np.array(_cells(frame[name], path, strict=not node), dtype=object) for name in wanted}
     grades = {name: _numbers(frame[name], path, strict=not node) for name in minimum}
 
@@ -337,13 +366,27 @@ def _load(
 
     keep(_filled(cells[answer][rows]), "without an answer" if cfg.generates else "without a label")
     keep(codes[rows] >= 0, "with a label not in task.labels")
-    for name in texts[:1] if cfg.generates else texts:  # a second text of a prompt may be empty
+    # A second text of a prompt may be empty.
+    for name in [n for n in texts if n == cfg.text_column or not cfg.generates]:
         keep(_filled(cells[name][rows]), "without a text")
+    if cfg.sees:
+        keep(np.array([images[i] != MISSING for i in rows], dtype=bool), MISSING)
+        faults = np.array([_fault(images[i]) for i in rows], dtype=object)
+        if not node:
+            _refuse_faults(faults, rows, path)
+        for reason in REASONS:
+            mask = faults != reason
+            faults = faults[mask]
+            keep(mask, reason)
     for name, least in minimum.items():
         keep(~(grades[name][rows] < least), "below task.minimum")  # NaN: not graded, so not below
     if cfg.deduplicate:
         same = [*texts, answer] if node or cfg.generates else texts
-        keep(~_repeated([cells[name][rows] for name in same]), "with the text of an earlier row")
+        seen_images = [np.array([images[i].key for i in rows], dtype=object)] if cfg.sees else []
+        keep(
+            ~_repeated([*(cells[name][rows] for name in same), *seen_images]),
+            "with the text of an earlier row",
+        )
     if len(rows) == 0 and not node:
         raise DataError(f"'{path}' has no usable row; left out: {_counts(dropped)}")
 
@@ -354,18 +397,42 @@ def _load(
             raise DataError(
                 f"'{path}': column '{column}' is empty in {blank} rows, so no client would get them"
             )
-    pairs = None if cfg.pair_column is None else cells[cfg.pair_column][rows].tolist()
+    first = [""] * len(rows) if cfg.text_column is None else cells[cfg.text_column][rows].tolist()
+    pairs = None if second is None else cells[second][rows].tolist()
     targets = cells[answer][rows].tolist() if cfg.generates else None
-    return Examples(cells[cfg.text_column][rows].tolist(), pairs, codes[rows], columns, targets), dropped
+    kept = [images[i] for i in rows] if cfg.sees else None
+    return Examples(first, pairs, codes[rows], columns, targets, kept), dropped
 
 
-def _one_value(frame: pd.DataFrame, column: str, text_column: str) -> list[Any]:
-    """Return the cells of a column with one value of each list, by a hash of the row's text and the list.
+def _pictures(frame: pd.DataFrame, cfg: TaskConfig, path: Path | HubTable, *, lenient: bool) -> list[Any]:
+    """Return the images of all rows, or what is wrong with a cell; nothing where the task has none."""
+    if cfg.image_column is None:
+        return []
+    own = None if isinstance(path, HubTable) else path if path.is_dir() else path.parent
+    folder = own if cfg.image_folder is None else resolve_path(cfg.image_folder)
+    return list(pictures(frame[cfg.image_column], str(path), folder, lenient=lenient))
+
+
+def _fault(image: Picture | str) -> str | None:
+    return image if isinstance(image, str) else fault(image)
+
+
+def _refuse_faults(faults: np.ndarray, rows: np.ndarray, path: Path | HubTable) -> None:
+    """Refuse a table by the first of its rows whose image is no good."""
+    wrong = np.flatnonzero(faults != None)  # noqa: E711 - element by element
+    if len(wrong):
+        raise DataError(
+            f"'{path}': data row {rows[wrong[0]] + 1} is one {faults[wrong[0]]} ({len(wrong)} such rows in all)"
+        )
+
+
+def _one_value(cells: Iterable[Any], told_by: Iterable[str]) -> list[Any]:
+    """Return the cells of a column with one value of each list, by a hash of the row's text or image and the list.
 
     Topics of a question, or objects in an image: a row with several goes to one of them, the same in every process.
     """
     chosen = []
-    for cell, text in zip(frame[column], frame[text_column], strict=True):
+    for cell, text in zip(cells, told_by, strict=True):
         if isinstance(cell, (list, tuple, np.ndarray)):
             values = list(cell)
             key = hashlib.sha256(f"value:{text}:{values}".encode("utf-8", "replace")).digest()
@@ -449,19 +516,20 @@ def _by_hash(texts: Sequence[str], prefix: str = "") -> np.ndarray:
 
 def _first(examples: Examples, count: int) -> Examples:
     """Keep `count` rows by a hash order that is independent of the test split's, in their old order."""
-    return examples.take(np.sort(_by_hash(examples.texts, "train:")[:count]))
+    return examples.take(np.sort(_by_hash(examples.keys, "train:")[:count]))
 
 
 def _set_apart(
     examples: Examples, count: int, prefix: str, name: str, path: Path | HubTable, dropped: Counter[str]
 ) -> tuple[Examples, Examples]:
-    """Split off the `count` rows that sort first by hash; no text of theirs is left among the others."""
-    order = _by_hash(examples.texts, prefix)
+    """Split off the `count` rows that sort first by hash; no text, or image, of theirs is left among the others."""
+    keys = examples.keys
+    order = _by_hash(keys, prefix)
     apart = examples.take(np.sort(order[:count]))
-    public = set(apart.texts)
-    rest = [i for i in np.sort(order[count:]) if examples.texts[i] not in public]
+    public = set(apart.keys)
+    rest = [i for i in np.sort(order[count:]) if keys[i] not in public]
     if overlap := len(examples) - len(apart) - len(rest):
-        dropped[f"with the text of a {name} row"] += overlap
+        dropped[f"with the {'text' if examples.images is None else 'image'} of a {name} row"] += overlap
     if not rest:
         raise DataError(
             f"task.{name}_rows = {count} leaves no row to train on: '{path}' has {len(examples)} usable rows"

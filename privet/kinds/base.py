@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
-from privet.config import TaskConfig
+from privet.config import Config
 from privet.data.collate import Tokenised, pad_batch
 from privet.data.examples import Examples
 
@@ -27,8 +27,8 @@ class TaskKind(ABC):
     name: ClassVar[str]
 
     @classmethod
-    def of(cls, task: TaskConfig) -> Self:
-        """Return the kind with what it needs of a task's settings."""
+    def of(cls, config: Config) -> Self:
+        """Return the kind with what it needs of a run's settings."""
         return cls()
 
     @abstractmethod

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, Self
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
-from privet.config import TaskConfig, WritingConfig
+from privet.config import Config, WritingConfig
 from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.data.examples import Examples
 from privet.kinds.base import TaskKind
 from privet.kinds.writing import by_prompt, write
 from privet.losses import IGNORE, causal
 from privet.measures.texts import check_measures, measure
+
+if TYPE_CHECKING:
+    from privet.reader import RowImages
 
 _MOST_LOGITS = 1 << 26
 _MOST_NATS = 20.0
@@ -42,8 +46,9 @@ class LanguageKind(TaskKind):
         self._writing = writing
 
     @classmethod
-    def of(cls, task: TaskConfig) -> Self:
+    def of(cls, config: Config) -> Self:
         """Return the kind with the task's prompt and writing."""
+        task = config.task
         return cls(task.prompt, task.label_column is None, task.writing)
 
     @abstractmethod
@@ -113,7 +118,7 @@ class LanguageKind(TaskKind):
     def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
         """Return the mean cross entropy over all tokens of all answers, and its exponential."""
         tokens = learnt(rows)
-        widest = int(rows.lengths.max(initial=1)) * int(model.module.backbone.config.vocab_size)
+        widest = int(rows.lengths.max(initial=1)) * _vocabulary(model)
         total = 0.0
         for batch in microbatches(
             rows.lengths, np.arange(len(rows)), max(1, min(size, _MOST_LOGITS // widest))
@@ -134,15 +139,38 @@ class LanguageKind(TaskKind):
         """Let the model answer every distinct prompt, and measure that against all of the prompt's answers."""
         if self._writing is None:
             return {}
-        prompts, references = by_prompt(
-            self.texts(tokenizer, examples)[0], examples.targets or [], self._writing.rows
-        )
-        given = [ids[:max_length] for ids in self.prompt_ids(tokenizer, prompts)]
+        prompts = self.texts(tokenizer, examples)[0]
+        asked = self.asked(prompts, examples)
+        distinct, references = by_prompt(asked, examples.targets or [], self._writing.rows)
+        first = {key: row for row, key in reversed(list(enumerate(asked)))}
+        rows = [first[key] for key in distinct]
+        given, images = self.given(tokenizer, [prompts[i] for i in rows], examples.take(rows), max_length)
         ends = end_of_text(tokenizer)
         written = write(
-            model, tokenizer, given, ends, beams=self._writing.beams, most=self._writing.max_tokens
+            model,
+            tokenizer,
+            given,
+            ends,
+            beams=self._writing.beams,
+            most=self._writing.max_tokens,
+            images=images,
         )
         return measure(self._writing.measures, written, references)
+
+    def asked(self, prompts: list[str], examples: Examples) -> list[Hashable]:
+        """Return what rows share that ask the same: the prompt."""
+        return list(prompts)
+
+    def given(
+        self, tokenizer: Any, prompts: list[str], examples: Examples, max_length: int
+    ) -> tuple[list[list[int]], RowImages | None]:
+        """Return the tokens of prompts, and the images of their rows; None where there are none."""
+        return [ids[:max_length] for ids in self.prompt_ids(tokenizer, prompts)], None
+
+
+def _vocabulary(model: AdaptedModel) -> int:
+    config = model.module.backbone.config
+    return int(config.get_text_config().vocab_size)
 
 
 def learnt(rows: Tokenised) -> np.ndarray:

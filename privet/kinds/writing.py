@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,14 +11,20 @@ import torch
 from privet.adapters import AdaptedModel
 from privet.data.collate import microbatches, padding_id
 
+if TYPE_CHECKING:
+    from privet.learners import Writer
+    from privet.reader import RowImages
+
 _BATCH = 32
+
+Asked = TypeVar("Asked", bound=Hashable)
 
 
 def by_prompt(
-    prompts: Sequence[str], answers: Sequence[str], most: int | None = None
-) -> tuple[list[str], list[list[str]]]:
+    prompts: Sequence[Asked], answers: Sequence[str], most: int | None = None
+) -> tuple[list[Asked], list[list[str]]]:
     """Return the distinct prompts in their order, at most so many, and the answers of each."""
-    found: dict[str, list[str]] = {}
+    found: dict[Asked, list[str]] = {}
     for prompt, answer in zip(prompts, answers, strict=True):
         found.setdefault(prompt, []).append(answer)
     kept = list(found)[:most]
@@ -34,6 +40,7 @@ def write(
     *,
     beams: int,
     most: int,
+    images: RowImages | None = None,
 ) -> list[str]:
     """Return a text after every prompt.
 
@@ -51,9 +58,10 @@ def write(
         Beams of the search; 1: greedy.
     most : int
         Most tokens of a text.
+    images : RowImages or None
+        The image of every prompt, for models that see.
     """
-    backbone = cast(Any, model.module.backbone)
-    own = backbone.generation_config.eos_token_id
+    own = cast(Any, model.module.backbone).generation_config.eos_token_id
     stops = sorted({*ends, *(own if isinstance(own, list) else [own] if own is not None else [])})
     pad = padding_id(tokenizer)
     lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
@@ -65,7 +73,10 @@ def write(
         for place, row in enumerate(rows):  # on the left, so that every text begins at the same place
             ids[place, width - lengths[row] :] = torch.tensor(prompts[row])
             mask[place, width - lengths[row] :] = 1
-        written = backbone.generate(
+        seen = (
+            {} if images is None else {"pixel_values": torch.from_numpy(images.pixels(rows)).to(model.device)}
+        )
+        written = cast("Writer", model.module).generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             do_sample=False,
@@ -73,7 +84,8 @@ def write(
             max_new_tokens=most,
             eos_token_id=stops or None,
             pad_token_id=pad,
-        )[:, width:]
+            **seen,
+        )
         for row, text in zip(rows, written.cpu(), strict=True):
             out[row] = tokenizer.decode(text, skip_special_tokens=True).strip()
     return out

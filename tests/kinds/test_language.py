@@ -51,7 +51,7 @@ def test_the_end_is_learnt_where_it_is_the_padding_too(make_tokenizer: Make, sma
     config = compose([*small_model, "task=e2e", "task.path=x", "task.test_path=y"])
     tokenizer = load_tokenizer(config.model)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    kind = kind_of(config.task)
+    kind = kind_of(config)
     tokens = kind.tokenise(tokenizer, rows(["name", "Where is Aldo"], ["Aldo", "near the river ."]), 32)
     batch = kind.collate(tokens, np.array([0, 1]), int(tokenizer.pad_token_id), "cpu")
     end = tokenizer.eos_token_id
@@ -166,7 +166,7 @@ def loss_by_hand(model: AdaptedModel, data: Tokenised, row: int) -> torch.Tensor
 
 def test_losses_are_each_rows_own(small_model: list[str]) -> None:
     config, model = language_model(small_model)
-    data, kind = ragged(), kind_of(config.task)
+    data, kind = ragged(), kind_of(config)
     batch = kind.collate(data, np.arange(len(data)), 2, "cpu")
     with torch.no_grad():
         got = kind.losses(model.module, batch)
@@ -198,7 +198,7 @@ def test_a_private_step_clips_every_rows_own_gradient(small_model: list[str]) ->
     assert min(norms) == 0
     assert sum(norm > 0.05 for norm in norms) >= 2
     before = [p.detach().clone() for p in parameters]
-    trainer = Trainer(model, data, 2, config.train, config.privacy, kind_of(config.task))
+    trainer = Trainer(model, data, 2, config.train, config.privacy, kind_of(config))
     trainer.train_private(Factors(model, names), 1, Noise(1.0, 0.0, Everything(0)))
     for parameter, old, total in zip(parameters, before, sums, strict=True):
         torch.testing.assert_close(parameter.detach(), old - 0.5 * total / 16, rtol=1e-5, atol=1e-8)
@@ -206,7 +206,7 @@ def test_a_private_step_clips_every_rows_own_gradient(small_model: list[str]) ->
 
 def test_scores_are_over_all_tokens_of_all_answers(small_model: list[str]) -> None:
     config, model = language_model(small_model)
-    data, kind = ragged(), kind_of(config.task)
+    data, kind = ragged(), kind_of(config)
     with torch.no_grad():
         sums = [float(loss_by_hand(model, data, i)) * int(learnt(data)[i]) for i in range(len(data))]
     scores = kind.score(model, data, 2, 4)
