@@ -7,27 +7,34 @@ scored on rows set apart from the training rows. The best rate is kept; no epsil
 other seeds with that rate at the private budget, and with the method's own untuned rate without privacy, scored on
 the public test rows. ``key=value`` changes the setting of all runs.
 
-Every run is a `privet run` in a folder of its own: the same command again goes on where the last one stopped.
-``--minutes`` starts no run after that time; ``--table`` starts none at all. Prints the tables of docs/results.md from
-the runs that are there, and leaves a cell open whose runs are not.
+Every run is the real server and the real clients in a folder of its own, in this process and without Ray, whose start
+would take half of the time. The same command again goes on where the last one stopped, and may run beside it, once for
+each core. ``--minutes`` starts no run after that time; ``--table`` starts none at all. Prints the tables of
+docs/results.md from the runs that are there, and leaves a cell open whose runs are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flwr.app import Context, RecordDict
+
+from client_app.app import app as client_app
 from privet import runner
 from privet.config import compose
-from privet.launcher import command_path
+from privet.environment import quiet_libraries
 from privet.sweep import main_metric
+from server_app.app import app as server_app
+from tests.grid import InProcessGrid
 
 METHODS = (
     "fedavg",
@@ -46,7 +53,7 @@ METHODS = (
 FACTORS = (1 / 3, 1.0, 3.0)
 SEEDS = (1, 2, 3)
 BUDGETS = ("dp", "none")
-PROTOCOL = ["train.local_steps=2", "evaluate_every=6"]
+PROTOCOL = ["train.local_steps=2", "train.batch_size=64", "evaluate_every=6"]
 VALIDATION = ["task.validation_rows=1300", "privacy=dp", "seed=0"]
 
 
@@ -62,21 +69,21 @@ class Trial:
         found = main_metric(runner.read_summary(self.path)) if runner.is_completed(self.path) else None
         return None if found is None else found[1]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither finished nor under way in another process."""
+        return runner.state_of(self.path) in ("missing", "broken")
+
     def launch(self) -> None:
-        """Start it, or go on with it, and wait for its end."""
-        begun = runner.state_of(self.path) != "missing"
-        what = (
-            ["--resume", str(self.path)]
-            if begun
-            else ["--runs", str(self.path.parent), "--name", self.path.name, *self.overrides]
-        )
+        """Run it, or go on with it, to its end."""
+        begun = runner.state_of(self.path) == "broken"
+        how = {"resume": True} if begun else {"overrides": shlex.join(self.overrides)}
         print(f"{time.strftime('%H:%M')} {self.path.name}", file=sys.stderr, flush=True)
-        log = self.path.with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as out:
-            code = subprocess.call([command_path("privet"), "run", *what], stdout=out, stderr=out)
-        if code:
-            raise SystemExit(f"{self.path.name} failed: see {log}")
+        grid = InProcessGrid(client_app, compose(self.overrides).federation.clients)
+        settings = {"run-dir": str(self.path), **how}
+        server_app(
+            grid, Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=settings)
+        )
 
 
 class Comparison:
@@ -112,14 +119,14 @@ class Comparison:
         return Trial(self.folder / f"{method}-{budget}-{seed}", settings)
 
     def todo(self) -> Iterator[Trial]:
-        """Every run that is not finished, in an order that leaves whole rows first."""
+        """Every run that is open, in an order that leaves whole rows first."""
         for method in self.methods:
-            yield from (t for t in self.tuning(method).values() if t.accuracy() is None)
+            yield from (t for t in self.tuning(method).values() if t.is_open)
         for seed in SEEDS:
             for budget in BUDGETS:
                 for method in self.methods:
                     trial = self.final(method, budget, seed)
-                    if trial is not None and trial.accuracy() is None:
+                    if trial is not None and trial.is_open:
                         yield trial
 
     def tables(self) -> str:
@@ -161,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     comparison = Comparison(arguments.runs.absolute(), arguments.methods, arguments.overrides)
     until = time.monotonic() + 60 * arguments.minutes
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet_libraries()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     while not arguments.table and time.monotonic() < until:
         trial = next(comparison.todo(), None)
         if trial is None:

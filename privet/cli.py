@@ -1,4 +1,4 @@
-"""The ``privet`` command: run, check, methods, ledger, compare, eval, audit; an operator's verbs are in operate.py.
+"""The ``privet`` command: run, check, methods, experiments, ledger, compare, eval, audit; operators' are in operate.py.
 
 This is where the parts meet, so it is the one module of this package that knows the apps; heavy imports wait
 until a command needs them.
@@ -19,6 +19,7 @@ from privet import operate
 from privet.config import compose
 from privet.environment import quiet_libraries
 from privet.errors import PrivetError
+from privet.experiments import single
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     methods.add_argument("--json", action="store_true", help="print JSON")
     methods.set_defaults(handler=_methods)
 
+    recipes = commands.add_parser("experiments", help="list the recipes", description=_experiments.__doc__)
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="print this recipe")
+    recipes.add_argument("--json", action="store_true", help="print JSON")
+    recipes.set_defaults(handler=_experiments)
+
     ledger = commands.add_parser("ledger", help="print a node's ledger", description=_ledger.__doc__)
     ledger.add_argument("path", type=Path, help="a run's directory, or one node's store")
     ledger.add_argument("--json", action="store_true", help="print JSON")
@@ -105,6 +111,18 @@ def _parser() -> argparse.ArgumentParser:
     scores.add_argument("overrides", nargs="*", metavar="task.key=value", help="for example task=sst2")
     scores.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
     scores.add_argument("--json", action="store_true", help="print JSON")
+    harness = scores.add_argument_group("lm-evaluation-harness", "instead of a task; needs the extra `eval`")
+    harness.add_argument("--harness", default=None, metavar="TASKS", help="its tasks: gsm8k,mmlu")
+    harness.add_argument(
+        "--harness-tasks", type=Path, default=None, metavar="FOLDER", help="task definitions of yours"
+    )
+    harness.add_argument("--shots", type=int, default=None, help="worked examples (default: the task's)")
+    harness.add_argument("--limit", type=int, default=None, help="first questions of every task only")
+    harness.add_argument("--batch", type=int, default=8, help="questions computed at once (default: 8)")
+    harness.add_argument("--chat", action="store_true", help="ask by the tokenizer's chat template")
+    harness.add_argument(
+        "--run-code", action="store_true", help="run programs that the model writes (HumanEval)"
+    )
     scores.set_defaults(handler=_eval)
 
     audit = commands.add_parser("audit", help="measure what a model gives away", description=_audit.__doc__)
@@ -146,9 +164,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     from privet import runner
 
-    config = compose(arguments.overrides)
+    given = single(arguments.overrides)
     # Everything that can be refused is refused here, before Flower starts.
-    overrides, config = runner.absolute(arguments.overrides, config)
+    overrides, config = runner.absolute(given, compose(given))
     (plan,) = runner.check([overrides]).plans
     if plan.error is not None:
         raise PrivetError(plan.error)
@@ -202,7 +220,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = compose(arguments.overrides)
+    config = compose(single(arguments.overrides))
     quiet_libraries()
     from server_app.plan import make_plan
 
@@ -300,6 +318,23 @@ def _methods(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _experiments(arguments: argparse.Namespace) -> int:
+    """List the recipes for the papers' tables and figures: privet run -m experiment=NAME."""
+    from privet import experiments
+
+    if arguments.name is not None:
+        print(experiments.source(arguments.name).read_text(encoding="utf-8"), end="")
+        return 0
+    found = [experiments.load(name) for name in experiments.names()]
+    if arguments.json:
+        keys = ("name", "title", "needs", "command")
+        print(json.dumps([{key: getattr(recipe, key) for key in keys} for recipe in found], indent=2))
+        return 0
+    for recipe in found:
+        print(f"{recipe.name}\n    {recipe.title}\n    Needs {recipe.needs}")
+    return 0
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     """Compare runs: a table here; table.csv, plots and report.html in a folder."""
     from privet.compare.report import report
@@ -308,7 +343,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    """Score a finished run's model on another task's public test rows; without a task, on its own again."""
+    """Score a finished run's model on another task's public test rows, or by lm-evaluation-harness.
+
+    Without a task, on the run's own rows again.
+    """
+    if arguments.harness is not None:
+        return _harness(arguments)
     from privet.runner import find_run
     from server_app.rescore import rescore
 
@@ -319,6 +359,39 @@ def _eval(arguments: argparse.Namespace) -> int:
     for name, value in found.scores.items():
         print(f"{name:12} {value:.4f}" if isinstance(value, float) else f"{name:12} {value}")
     print(f"\nFile: {found.file}")
+    return 0
+
+
+def _harness(arguments: argparse.Namespace) -> int:
+    from privet.runner import find_run
+    from server_app.harness import Settings, benchmark
+
+    if arguments.overrides:
+        raise PrivetError(
+            f"'{arguments.overrides[0]}' does not go with --harness: its tasks have data of their own"
+        )
+    settings = Settings(
+        tasks=tuple(arguments.harness.split(",")),
+        folder=arguments.harness_tasks,
+        shots=arguments.shots,
+        limit=arguments.limit,
+        batch=arguments.batch,
+        chat=arguments.chat,
+        run_code=arguments.run_code,
+    )
+    quiet_libraries()
+    found = list(benchmark(find_run(arguments.run, arguments.runs), settings))
+    if arguments.json:
+        print(json.dumps({f.task: f.scores for f in found}, indent=2))
+        return 0
+    rows = [("task", "measure", "score")]
+    for result in found:
+        for part, scores in result.scores.items():
+            rows += [(part, name, f"{value:.4f}") for name, value in scores.items()]
+    print("\n".join(_table(rows, left=(0, 1))))
+    if settings.limit is not None:
+        print(f"note: the first {settings.limit} questions only: no benchmark's score")
+    print("\nFiles: " + ", ".join(str(f.file) for f in found))
     return 0
 
 

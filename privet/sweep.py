@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from privet import runner
 from privet.atomic import write_atomic
 from privet.config import Bounds, Config, compose, parse, quoted
 from privet.errors import ConfigError, PrivetError
+from privet.experiments import Block, unfold
 
 SWEEP_FILE = "sweep.json"
 PREFIX = "sweep."
@@ -101,8 +102,8 @@ def read_settings(overrides: Sequence[str]) -> tuple[SweepSettings, list[str]]:
     return settings, [text for text in overrides if not is_own(text)]
 
 
-def expand(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
-    """Return every combination of the swept values in a stable order, and a line for each that is wrong.
+def expand(blocks: Sequence[Block]) -> tuple[list[Combination], list[str]]:
+    """Return every combination of the blocks' values in a stable order, and a line for each that is wrong.
 
     The values of the last setting change first. Combinations that come to the same configuration are one run.
 
@@ -111,21 +112,10 @@ def expand(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
     ConfigError
         Where an override cannot be read at all, or nothing is swept.
     """
-    choices = [_read(text) for text in overrides]
-    swept = [c.key for c in choices if c.swept]
-    if not swept:
-        raise ConfigError("-m needs something to sweep: a list with commas, for example seed=1,2,3")
-    for key in swept:
-        if sum(c.key == key for c in choices) > 1:
-            raise ConfigError(f"{key} is set twice: once is enough, with all its values")
     drawn: dict[tuple[str, ...], dict[str, str]] = {}
-    public = _non_private_options(choices)
-    for texts in itertools.product(*(c.overrides for c in choices)):
-        pairs = list(zip(choices, texts, strict=True))
-        if any(c.key == "privacy" and text in public for c, text in pairs):
-            pairs = [(c, text) for c, text in pairs if not c.key.startswith("privacy.")]
-        values = {c.key: _shown(text) for c, text in pairs if c.swept}
-        drawn.setdefault(tuple(text for _, text in pairs), values)
+    for block in blocks:
+        for texts, values in _product(block):
+            drawn.setdefault(texts, values)
     found: dict[str, Combination] = {}
     errors: list[tuple[str, str]] = []
     for texts, values in drawn.items():
@@ -139,8 +129,28 @@ def expand(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
     return list(found.values()), _error_lines(errors, len(drawn))
 
 
-def _read(text: str) -> _Choice:
-    """Read one override as Hydra does; a value that its grammar does not know is a text."""
+def _product(block: Block) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """Yield the overrides of every combination of a block's values, and the values that tell it from others."""
+    choices = [_read(text, block.named) for text in block.overrides]
+    swept = [c.key for c in choices if c.swept]
+    if not swept:
+        raise ConfigError("-m needs something to sweep: a list with commas, for example seed=1,2,3")
+    for key in swept:
+        if sum(c.key == key for c in choices) > 1:
+            raise ConfigError(f"{key} is set twice: once is enough, with all its values")
+    public = _non_private_options(choices)
+    for texts in itertools.product(*(c.overrides for c in choices)):
+        pairs = list(zip(choices, texts, strict=True))
+        if any(c.key == "privacy" and text in public for c, text in pairs):
+            pairs = [(c, text) for c, text in pairs if not c.key.startswith("privacy.")]
+        yield tuple(text for _, text in pairs), {c.key: _shown(text) for c, text in pairs if c.swept}
+
+
+def _read(text: str, named: Collection[str] = ()) -> _Choice:
+    """Read one override as Hydra does; a value that its grammar does not know is a text.
+
+    The keys in `named` count as swept where they have one value, too.
+    """
     from hydra.errors import HydraException
 
     name, equals, value = text.partition("=")
@@ -157,7 +167,7 @@ def _read(text: str) -> _Choice:
                 f"'{name}{equals}{value}' is not allowed: a setting reads key=value, for example train.lr=0.5"
             ) from None
     if not override.is_sweep_override():
-        return _Choice(override.key_or_group, [text], False)
+        return _Choice(override.key_or_group, [text], override.key_or_group in named)
     if getattr(override.value(), "shuffle", False):
         raise ConfigError(f"'{text}' is not allowed: a sweep has a fixed order")
     try:
@@ -290,9 +300,11 @@ def prepare(overrides: Sequence[str], runs: Path | None, name: str | None) -> Sw
         Where the sweep itself is wrong.
     """
     settings, given = read_settings(overrides)
-    combinations, errors = expand(given)
-    swept = [c.key for c in map(_read, given) if c.swept]
-    folder = runner.runs_folder(runs) / (runner.check_name(name) if name is not None else sweep_name(swept))
+    recipe, blocks = unfold(given)
+    combinations, errors = expand(blocks)
+    if name is None:
+        default = recipe.name if recipe else sweep_name([c.key for c in map(_read, given) if c.swept])
+    folder = runner.runs_folder(runs) / (runner.check_name(name) if name is not None else default)
     if (folder / "config.yaml").exists():
         raise PrivetError(f"{folder} is a single run's directory: name this sweep with --name")
     states: dict[str, runner.State] = {}

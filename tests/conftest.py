@@ -105,7 +105,12 @@ def run(tmp_path: Path, settings: list[str]) -> Callable[..., Outcome]:
     count = iter(range(1000))
 
     def start(
-        *overrides: str, nodes: int = 3, path: Path | None = None, resume: bool = False, **grid: Any
+        *overrides: str,
+        nodes: int = 3,
+        path: Path | None = None,
+        resume: bool = False,
+        bare: bool = False,
+        **grid: Any,
     ) -> Outcome:
         import shlex
 
@@ -118,7 +123,7 @@ def run(tmp_path: Path, settings: list[str]) -> Callable[..., Outcome]:
             state=RecordDict(),
             run_config={"run-dir": str(path), "resume": True}
             if resume
-            else {"run-dir": str(path), "overrides": shlex.join([*settings, *overrides])},
+            else {"run-dir": str(path), "overrides": shlex.join([*([] if bare else settings), *overrides])},
         )
         error: BaseException | None = None
         try:

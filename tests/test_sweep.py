@@ -21,6 +21,7 @@ from privet import runner, slots, sweep
 from privet.cli import main
 from privet.config import compose
 from privet.errors import ConfigError, PrivetError
+from privet.experiments import Block
 
 TINY = "model=tiny_random"
 
@@ -50,6 +51,10 @@ time.sleep(0.3)
     "epsilon": 2.5, "upload_numbers": 1536, "download_numbers": 512, "seconds": 3.25}))
 tell("end")
 """
+
+
+def expand(overrides: list[str]) -> tuple[list[sweep.Combination], list[str]]:
+    return sweep.expand([Block(overrides, frozenset())])
 
 
 def stub_command(run_dir: Path, cpus: int | None) -> list[str]:
@@ -98,7 +103,7 @@ def started(folder: Path) -> list[str]:
 
 
 def names(*overrides: str) -> list[str]:
-    found, errors = sweep.expand([TINY, *overrides])
+    found, errors = expand([TINY, *overrides])
     assert errors == []
     return [c.name for c in found]
 
@@ -107,7 +112,7 @@ def names(*overrides: str) -> list[str]:
 
 
 def test_every_combination_in_a_stable_order() -> None:
-    found, errors = sweep.expand(
+    found, errors = expand(
         [TINY, "method=ffa_lora,fedavg", "privacy.epsilon=3,1", "seed=range(1,3)", "train.local_steps=4"]
     )
     assert errors == []
@@ -132,17 +137,17 @@ def test_every_combination_in_a_stable_order() -> None:
 def test_hydras_own_syntax_is_read_by_hydra() -> None:
     assert names("seed=choice(4,2)") == ["seed=4", "seed=2"]
     # A list and a quoted comma are one value each; lists can be swept like anything else.
-    found, _ = sweep.expand(["model=tiny_random", "model.lora.targets=[query],[query,value]"])
+    found, _ = expand(["model=tiny_random", "model.lora.targets=[query],[query,value]"])
     assert [c.config.model.lora.targets for c in found] == [("query",), ("query", "value")]
     data = ["task=csv", "task.labels=[a,b]", "task.test_rows=9"]
-    found, _ = sweep.expand([*data, "task.path='a,b.csv'", "task.text_column='x, y','z'"])
+    found, _ = expand([*data, "task.path='a,b.csv'", "task.text_column='x, y','z'"])
     assert [c.config.task.text_column for c in found] == ["x, y", "z"]
     assert {Path(c.config.task.path).name for c in found} == {"a,b.csv"}
 
 
 def test_paths_are_absolute_for_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found, _ = sweep.expand(
+    found, _ = expand(
         ["task=csv", "task.labels=[a,b]", "task.test_rows=9", "task.path=x.csv,y.csv", "seed=1,2"]
     )
     assert [c.config.task.path for c in found] == [f"{tmp_path}/{n}.csv" for n in ("x", "x", "y", "y")]
@@ -159,13 +164,13 @@ def test_runs_without_privacy_come_once() -> None:
         "privacy=none,seed=1",
         "privacy=none,seed=2",
     ]
-    found, errors = sweep.expand([TINY, "privacy=none,dp", "privacy.clip=0.5", "privacy.accountant=prv"])
+    found, errors = expand([TINY, "privacy=none,dp", "privacy.clip=0.5", "privacy.accountant=prv"])
     assert errors == []
     assert [(c.name, c.config.privacy.clip) for c in found] == [("privacy=none", None), ("privacy=dp", 0.5)]
 
 
 def test_a_budget_swept_without_privacy_is_a_mistake() -> None:
-    found, errors = sweep.expand([TINY, "privacy=none", "privacy.epsilon=3,6"])
+    found, errors = expand([TINY, "privacy=none", "privacy.epsilon=3,6"])
     assert found == []
     assert [re.sub(r" =.*", "", e) for e in errors] == [
         "privacy.epsilon=3: privacy.epsilon",
@@ -181,7 +186,7 @@ def test_the_same_configuration_is_one_run() -> None:
 
 
 def test_all_errors_at_once_each_with_its_combination() -> None:
-    found, errors = sweep.expand([TINY, "method=fedavg,fedavgg", "privacy.epsilon=-1,6", "seed=1,2"])
+    found, errors = expand([TINY, "method=fedavg,fedavgg", "privacy.epsilon=-1,6", "seed=1,2"])
     assert [c.name for c in found] == [f"method=fedavg,privacy.epsilon=6,seed={s}" for s in (1, 2)]
     assert len(errors) == 6
     assert errors[0].startswith(
@@ -189,7 +194,7 @@ def test_all_errors_at_once_each_with_its_combination() -> None:
     )
     assert errors[-1].startswith("method=fedavgg,privacy.epsilon=6,seed=2: unknown method 'fedavgg'")
     assert all("\n" not in e for e in errors)
-    _, errors = sweep.expand([TINY, "sead=1", "seed=1,2"])
+    _, errors = expand([TINY, "sead=1", "seed=1,2"])
     assert len(errors) == 1
     assert errors[0].startswith("every combination: unknown key 'sead'")
 
@@ -207,7 +212,7 @@ def test_all_errors_at_once_each_with_its_combination() -> None:
 )
 def test_what_cannot_be_swept(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        sweep.expand([TINY, *overrides])
+        expand([TINY, *overrides])
 
 
 @pytest.mark.parametrize(
