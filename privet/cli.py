@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     scores.add_argument("overrides", nargs="*", metavar="task.key=value", help="for example task=sst2")
     scores.add_argument("--runs", type=Path, default=None, help="folder of runs (default: ./runs)")
     scores.add_argument("--json", action="store_true", help="print JSON")
+    scores.add_argument(
+        "--personal", action="store_true", help="score the nodes' own models, too (simulations)"
+    )
     harness = scores.add_argument_group("lm-evaluation-harness", "instead of a task; needs the extra `eval`")
     harness.add_argument("--harness", default=None, metavar="TASKS", help="its tasks: gsm8k,mmlu")
     harness.add_argument(
@@ -352,12 +355,22 @@ def _eval(arguments: argparse.Namespace) -> int:
     from privet.runner import find_run
     from server_app.rescore import rescore
 
-    found = rescore(find_run(arguments.run, arguments.runs), arguments.overrides)
+    run_dir, own_models = find_run(arguments.run, arguments.runs), None
+    if arguments.personal:
+        from client_app.personal import personal_models
+
+        own_models = personal_models
+    found = rescore(run_dir, arguments.overrides, own_models)
     if arguments.json:
-        print(json.dumps({"task": found.task, **found.scores}, indent=2))
+        own = {"personal": found.spread, "nodes": found.personal} if found.personal else {}
+        print(json.dumps({"task": found.task, **found.scores, **own}, indent=2))
         return 0
     for name, value in found.scores.items():
         print(f"{name:12} {value:.4f}" if isinstance(value, float) else f"{name:12} {value}")
+    if found.personal:
+        print(f"\nnodes' own models, mean and standard deviation over {len(found.personal)}")
+        for name in (n for n in found.spread if f"{n}_std" in found.spread):
+            print(f"{name:12} {found.spread[name]:.4f} +- {found.spread[f'{name}_std']:.4f}")
     print(f"\nFile: {found.file}")
     return 0
 

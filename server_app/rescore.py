@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from privet.atomic import write_atomic
 from privet.config import Config, TaskConfig, compose
 from privet.errors import ConfigError, PrivetError
+from privet.wire import Arrays, Payload
 from server_app.evaluation import Evaluator
-from server_app.saved import final_model
-from strategies.rounds import to_record
+from server_app.saved import SavedRun, final_model
+from strategies.base import LoraStrategy
+from strategies.rounds import spread, to_record
 
 FOLDER = "eval"
+
+Personal = Callable[[Path, str, LoraStrategy, Payload], Iterable[tuple[str, Arrays]]]
+"""Returns what the nodes' own models change, from a run's directory and id, its method and the server's model."""
 
 
 @dataclass(frozen=True)
 class Rescored:
-    """Scores of a run's final model on a task, and the file that has them."""
+    """Scores of a run's final model on a task, and the file that has them.
+
+    `personal` has the nodes' own models, by node, and `spread` their means and standard deviations.
+    """
 
     task: str
     scores: dict[str, Any]
     file: Path
+    personal: dict[str, dict[str, Any]] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
 
 
-def rescore(run_dir: Path, overrides: Sequence[str]) -> Rescored:
+def rescore(run_dir: Path, overrides: Sequence[str], personal: Personal | None = None) -> Rescored:
     """Score a completed run's final model and write ``eval/TASK.json`` into its directory.
 
     Parameters
@@ -36,22 +46,47 @@ def rescore(run_dir: Path, overrides: Sequence[str]) -> Rescored:
         A completed run.
     overrides : sequence of str
         The task, for example ``task=csv task.path=/data/other.csv``; without any, the run's own.
+    personal : callable, optional
+        Where the nodes' own models come from; without it they are not scored.
 
     Raises
     ------
     PrivetError
-        If the run is not complete, its server has no whole model, or the task does not fit it.
+        If the run is not complete, there is no whole model to score, or the task does not fit it.
     """
-    config, _, values = final_model(run_dir)
-    if config.task.head == "local":
+    config, method, values = final_model(run_dir)
+    whole = config.task.head != "local"
+    if not whole and personal is None:
         raise PrivetError(f"{run_dir} has task.head=local: its server has no head, so no whole model")
     task = _fitting(config, overrides)
-    scores = dict(Evaluator(replace(config, task=task))(config.federation.rounds, to_record(values)))
-    file = run_dir / FOLDER / f"{task.name}.json"
-    file.parent.mkdir(exist_ok=True)
-    record = {"task": task.name, "path": task.path, "test_path": task.test_path, "scores": scores}
-    write_atomic(file, (json.dumps(record, indent=2) + "\n").encode())
-    return Rescored(task.name, scores, file)
+    judge = Evaluator(replace(config, task=task))
+    last = config.federation.rounds
+    scores = dict(judge(last, to_record(values))) if whole else {}
+    own: dict[str, dict[str, Any]] = {}
+    if personal is not None:
+        saved = SavedRun.load(run_dir)
+        assert saved is not None, "a completed run had a plan"
+        for node, changed in personal(run_dir, saved.id, method, method.scored_payload(values)):
+            own[node] = dict(judge(last, to_record(changed)))
+        if not own:
+            raise PrivetError(f"{run_dir}: no node of a {config.method.name} run has a model of its own")
+    flat = {
+        node: {f"personal.{k}": v for k, v in found.items() if k != "examples"} for node, found in own.items()
+    }
+    found = Rescored(
+        task.name, scores, run_dir / FOLDER / f"{task.name}.json", own, spread(flat, "personal") or {}
+    )
+    found.file.parent.mkdir(exist_ok=True)
+    record: dict[str, Any] = {
+        "task": task.name,
+        "path": task.path,
+        "test_path": task.test_path,
+        "scores": scores,
+    }
+    if own:
+        record |= {"personal": found.spread, "nodes": own}
+    write_atomic(found.file, (json.dumps(record, indent=2) + "\n").encode())
+    return found
 
 
 def _fitting(config: Config, overrides: Sequence[str]) -> TaskConfig:

@@ -474,6 +474,13 @@ class RoundStrategy(Strategy):
             self.run.recorder.event("note", text=text)
             return None
 
+    def scored_payload(self, values: Arrays) -> Payload:
+        """Return the server's model as nodes are sent it to score."""
+        return Payload(
+            adapter={n: v for n, v in values.items() if not self.is_head(n)},
+            head={n: v for n, v in values.items() if self.is_head(n)},
+        )
+
     def _ask_scores(
         self, grid: Grid, plan: Round, state: Arrays, traffic: Traffic, timeout: float
     ) -> dict[str, Any]:
@@ -481,11 +488,7 @@ class RoundStrategy(Strategy):
 
         A node that cannot is named and costs the run nothing else.
         """
-        values = self.model_values(state)
-        payload = Payload(
-            adapter={n: v for n, v in values.items() if not self.is_head(n)},
-            head={n: v for n, v in values.items() if self.is_head(n)},
-        )
+        payload = self.scored_payload(self.model_values(state))
         box = Mailbox(grid, self.run.addresses, timeout, MessageType.EVALUATE)
         for node in self.run.nodes:
             traffic.add(node, EVALUATE, payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from privet import runner
 from privet.cli import main
 from tests.conftest import Outcome, state_of
-from tests.system.deployment import Submitted, deployed, kill, until
+from tests.system.deployment import Site, Submitted, deployed, kill, until
 
 pytestmark = [
     pytest.mark.system,
@@ -104,3 +105,44 @@ def test_a_run_that_was_stopped_and_lost_its_superlink_ends_as_if_nothing_had_be
     assert third.json("summary.json")["metrics"] == pytest.approx(
         whole.json("summary.json")["metrics"], rel=1e-4
     )
+
+
+def test_with_process_isolation_a_run_survives_a_killed_superlink(tmp_path: Path) -> None:
+    names = ("north", "south")
+    with deployed(tmp_path, *names) as site:
+        for name in names:
+            site.furnish(name)
+        superlink(site)
+        executor(site)
+        site.register(*names)
+        for name in names:
+            site.node(name)
+        site.online(*names, seconds=LIMIT)
+        run = site.submit("method=ffa_lora", "federation.rounds=3", "federation.timeout=400")
+        until(lambda: run.events("round", round=1), LIMIT, site.told)
+        site.kill("superlink")
+        superlink(site)
+        site.online(*names, seconds=LIMIT)
+        assert site.wait(run, 2 * LIMIT) == "finished:completed"
+        assert resumed(run) == []
+        assert finished_rounds(run) == [1, 2, 3]
+        assert not run.rounds[-1]["void"]
+        for name in names:
+            entries = site.ledger(name).entries
+            assert all(n == 1 for n in Counter((e.round, e.phase) for e in entries).values())
+
+
+def superlink(site: Site) -> None:
+    site.superlink(lambda c: [*c, "--isolation", "process"], seconds=LIMIT)
+
+
+def executor(site: Site) -> None:
+    """Start Flower's SuperExec as a unit of its own would."""
+    unit = site.folder / "superlink" / "privet-superexec.service"
+    text = (site.folder / "superlink" / "privet-superlink.service").read_text()
+    (command,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+    program = shlex.split(command.removeprefix("ExecStart="))[0].replace("superlink", "superexec")
+    roots = site.folder / "superlink" / "ca.crt"
+    own = f"{program} --runtime-api-address 127.0.0.1:{site.port} --root-certificates {roots}"
+    unit.write_text(text.replace(command, f"ExecStart={own}"))
+    site.start(unit, "superexec.log")
