@@ -198,6 +198,10 @@ def test_a_batch_is_written_as_each_image_alone(small: list[str]) -> None:
         wanted.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
     assert together == wanted
     assert any(together)
+    searched = write(model, tokenizer, given, ends, beams=3, most=6, images=images)
+    for row, prompt in enumerate(given):
+        own = kind.given(tokenizer, prompts[:1], examples.take([row]), 32)[1]  # type: ignore[attr-defined]
+        assert write(model, tokenizer, [prompt], ends, beams=3, most=6, images=own) == [searched[row]]
 
 
 def test_a_run_leaves_an_adapter_of_the_language_model_and_a_projector(
