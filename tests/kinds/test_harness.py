@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from privet.adapters import build_model, load_tokenizer
 from privet.cli import main
 from privet.errors import PrivetError
 from server_app import harness
-from server_app.harness import Answers, Settings, benchmark
+from server_app.answers import Answers
+from server_app.harness import Settings, benchmark
 from server_app.saved import final_model
 from tests.conftest import Outcome
 from tests.kinds.conftest import AREAS, NAMES
@@ -138,6 +140,20 @@ def test_a_command_that_was_broken_off_goes_on(
     assert sum(left) == len(QUESTIONS) - 2
     scores = json.loads(capsys.readouterr().out)
     assert 0 <= scores["written"]["written"]["exact_match"] <= 1
+
+
+def test_the_same_question_again_is_asked_again(tmp_path: Path) -> None:
+    """Where answers are drawn, as for pass@k, the second must not be the first once more."""
+    count = iter(range(100))
+
+    def answer(some: list[Any]) -> list[Any]:
+        return [f"{q.args[0]} {next(count)}" for q in some]
+
+    questions = [SimpleNamespace(args=(text,)) for text in ("a", "b", "a")]
+    for _ in range(2):  # the second time from the file
+        kept = Answers(tmp_path / "answers.jsonl")
+        assert kept.ask("generate_until", questions, answer, 2) == ["a 0", "b 1", "a 2"]
+    assert Answers(tmp_path / "answers.jsonl").ask("other", questions[:1], answer, 2) == ["a 3"]
 
 
 def test_a_limit_is_said(trained: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
