@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from privet.adapters import load_model, load_tokenizer
+from privet.answers import Answers
 from privet.atomic import write_atomic
 from privet.config import unknown
 from privet.devices import pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError
-from server_app.answers import Answers
 from server_app.saved import final_model
 
 FOLDER = "eval"
@@ -228,8 +228,12 @@ def _answering(backbone: Any, tokenizer: Any, batch: int, folder: Path) -> Calla
 
         def _kept(self, kind: str, requests: list[Any]) -> list[Any]:
             own = getattr(super(), kind)
-            size = batch * _AT_ONCE
-            return self._answers.ask(kind, requests, lambda some: own(some, disable_tqdm=True), size)
+            return self._answers.ask(
+                [[kind, *request.args] for request in requests],
+                lambda places: list(own([requests[i] for i in places], disable_tqdm=True)),
+                at_once=batch * _AT_ONCE,
+                what=kind.replace("_", " "),
+            )
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             return self._kept("generate_until", requests)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from privet.adapters import build_model, load_tokenizer
+from privet.answers import Answers
 from privet.cli import main
 from privet.errors import PrivetError
 from server_app import harness
-from server_app.answers import Answers
 from server_app.harness import Settings, benchmark
 from server_app.saved import final_model
 from tests.conftest import Outcome
@@ -109,14 +108,14 @@ def test_a_command_that_was_broken_off_goes_on(
     asked: list[int] = []
     own = Answers.ask
 
-    def ask(self: Answers, kind: str, questions: Any, answer: Any, at_once: int) -> Any:
-        def counted(some: list[Any]) -> list[Any]:
+    def ask(self: Answers, questions: Any, answer: Any, *, at_once: int, what: str) -> Any:
+        def counted(places: list[int]) -> list[Any]:
             if len(asked) == 2:
                 raise KeyboardInterrupt
-            asked.append(len(some))
-            return list(answer(some))
+            asked.append(len(places))
+            return list(answer(places))
 
-        return own(self, kind, questions, counted, 1)
+        return own(self, questions, counted, at_once=1, what=what)
 
     monkeypatch.setattr(Answers, "ask", ask)
     arguments = ["eval", str(trained), "--harness", "written", "--harness-tasks", str(tasks)]
@@ -127,12 +126,12 @@ def test_a_command_that_was_broken_off_goes_on(
     assert not (trained / "eval" / "harness-written.json").exists()
     left: list[int] = []
 
-    def ask_again(self: Answers, kind: str, questions: Any, answer: Any, at_once: int) -> Any:
-        def counted(some: list[Any]) -> list[Any]:
-            left.append(len(some))
-            return list(answer(some))
+    def ask_again(self: Answers, questions: Any, answer: Any, *, at_once: int, what: str) -> Any:
+        def counted(places: list[int]) -> list[Any]:
+            left.append(len(places))
+            return list(answer(places))
 
-        return own(self, kind, questions, counted, at_once)
+        return own(self, questions, counted, at_once=at_once, what=what)
 
     monkeypatch.setattr(Answers, "ask", ask_again)
     assert main([*arguments, "--json"]) == 0
@@ -140,20 +139,6 @@ def test_a_command_that_was_broken_off_goes_on(
     assert sum(left) == len(QUESTIONS) - 2
     scores = json.loads(capsys.readouterr().out)
     assert 0 <= scores["written"]["written"]["exact_match"] <= 1
-
-
-def test_the_same_question_again_is_asked_again(tmp_path: Path) -> None:
-    """Where answers are drawn, as for pass@k, the second must not be the first once more."""
-    count = iter(range(100))
-
-    def answer(some: list[Any]) -> list[Any]:
-        return [f"{q.args[0]} {next(count)}" for q in some]
-
-    questions = [SimpleNamespace(args=(text,)) for text in ("a", "b", "a")]
-    for _ in range(2):  # the second time from the file
-        kept = Answers(tmp_path / "answers.jsonl")
-        assert kept.ask("generate_until", questions, answer, 2) == ["a 0", "b 1", "a 2"]
-    assert Answers(tmp_path / "answers.jsonl").ask("other", questions[:1], answer, 2) == ["a 3"]
 
 
 def test_a_limit_is_said(trained: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
