@@ -620,8 +620,9 @@ def check_model(config: Config) -> None:
         For a missing tokenizer, texts longer than the model's positions, or weights with another hash.
     """
     model = config.model
-    load_tokenizer(model)
-    check_room(model, adapter_spec(config))
+    tokenizer, spec = load_tokenizer(model), adapter_spec(config)
+    if spec.image_tokens:
+        image_mark(tokenizer, model, spec)
     settings = model_config(model, len(config.task.labels))
     settings = settings.get_text_config()
     limit = getattr(settings, "max_position_embeddings", None)
@@ -639,12 +640,25 @@ def check_model(config: Config) -> None:
         )
 
 
-def check_room(model: ModelConfig, spec: AdapterSpec) -> None:
-    """Raise ConfigError where a row has no room for more than its image."""
-    if spec.image_tokens and model.max_length <= spec.image_tokens + 1:
+def image_mark(tokenizer: Any, model: ModelConfig, spec: AdapterSpec) -> int:
+    """Return the token that the tokenizer makes of :data:`IMAGE`.
+
+    Raises
+    ------
+    ConfigError
+        If the model's placeholder is another one, or a row has no room for more than its image.
+    """
+    mark = int(tokenizer.convert_tokens_to_ids(IMAGE))
+    if model.vision is None and mark != spec.image_token:
+        raise ConfigError(
+            f"the tokenizer makes {mark} of {IMAGE}, and the model's placeholder is {spec.image_token}: "
+            "it is another model's tokenizer, or model.architecture.image_token_id is wrong"
+        )
+    if model.max_length <= spec.image_tokens + 1:
         raise ConfigError(
             f"model.max_length = {model.max_length} is not allowed: an image alone is {spec.image_tokens} tokens"
         )
+    return mark
 
 
 def _check_weights(model: ModelConfig) -> None:

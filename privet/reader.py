@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoImageProcessor, CLIPImageProcessorPil
 
-from privet.adapters import IMAGE, AdapterSpec, adapter_spec, check_room, loading, location
+from privet.adapters import AdapterSpec, adapter_spec, image_mark, loading, location
 from privet.captioner import ENCODERS
 from privet.config import Config, ModelConfig
 from privet.data.images import Picture
@@ -115,13 +115,7 @@ def image_reader(config: Config, tokenizer: Any) -> Reader:
         model's image processor cannot be loaded.
     """
     spec, model = adapter_spec(config), config.model
-    mark = int(tokenizer.convert_tokens_to_ids(IMAGE))
-    if model.vision is None and mark != spec.image_token:
-        raise ConfigError(
-            f"the tokenizer makes {mark} of {IMAGE}, and the model's placeholder is {spec.image_token}: "
-            "it is another model's tokenizer, or model.architecture.image_token_id is wrong"
-        )
-    check_room(model, spec)
+    mark = image_mark(tokenizer, model, spec)
     return Reader(mark, spec.image_token, spec.image_tokens, spec.image_size, _processor(model, spec))
 
 

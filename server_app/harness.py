@@ -102,7 +102,7 @@ def benchmark(run_dir: Path, settings: Settings) -> Iterator[Benchmarked]:
         If the run is not complete, its model writes no text, or a task's data cannot be loaded.
     """
     config, _, values = final_model(run_dir)
-    if not config.task.generates:
+    if not config.task.generates or config.task.sees:
         raise PrivetError(f"{run_dir} trained a {config.task.kind} model: the harness asks language models")
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--harness needs the package lm-eval: pip install 'privet[eval]'")

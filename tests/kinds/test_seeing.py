@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from client_app.trainer import Noise, Trainer
-from privet.adapters import AdaptedModel, build_model, load_tokenizer
+from privet.adapters import AdaptedModel, build_model, check_model, load_tokenizer
 from privet.answers import Answers
 from privet.config import Config, compose
 from privet.data.collate import Tokenised
@@ -219,7 +220,9 @@ def test_slices_of_an_audit(seen: Callable[..., Seen]) -> None:
             assert mask[row].nonzero()[:, 0].tolist() == list(wanted[name])
 
 
-def test_refusals(seen: Callable[..., Seen], tmp_path: Path) -> None:
+def test_refusals(
+    seen: Callable[..., Seen], tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
+) -> None:
     with pytest.raises(ConfigError, match=r"an image alone is 4 tokens"):
         seen("model.max_length=5")
     with pytest.raises(
@@ -232,6 +235,11 @@ def test_refusals(seen: Callable[..., Seen], tmp_path: Path) -> None:
         ConfigError, match="the tokenizer makes 48 of <image>, and the model's placeholder is 47"
     ):
         seen("model.architecture.image_token_id=47")
+    config = compose([*small_vision(tmp_path, make_tokenizer()), *captions_task(tmp_path)])
+    check_model(config)
+    architecture = {**(config.model.architecture or {}), "image_token_id": 47}
+    with pytest.raises(ConfigError, match="the tokenizer makes 48 of <image>"):  # before anything is read
+        check_model(replace(config, model=replace(config.model, architecture=architecture)))
 
 
 @pytest.mark.parametrize(

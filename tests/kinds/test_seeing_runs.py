@@ -15,9 +15,10 @@ from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil, Pre
 from privet.adapters import adapter_spec, build_model, initial_tensors, initial_values, load_tokenizer
 from privet.config import compose
 from privet.data.tasks import load_task
-from privet.errors import ConfigError
+from privet.errors import ConfigError, PrivetError
 from privet.kinds.catalogue import kind_of
 from server_app.audit import audit
+from server_app.harness import Settings, benchmark
 from server_app.rescore import rescore
 from tests.kinds.vision import (
     COLOURS,
@@ -186,6 +187,8 @@ def test_another_set_of_images_scores_a_finished_run(
     found = rescore(result.path, task)
     assert found.scores["examples"] == 2 * len(COLOURS)
     assert found.scores["loss"] > 0
+    with pytest.raises(PrivetError, match="trained a captioning model: the harness asks language models"):
+        next(benchmark(result.path, Settings(("gsm8k",))))
 
 
 def test_an_audit_looks_at_images_captions_and_sequences(
