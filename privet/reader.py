@@ -91,6 +91,10 @@ class RowImages:
         """Return the images of the rows, (b, 3, size, size)."""
         return np.stack([self._one(self._pictures[i]) for i in rows])
 
+    def stamp(self, row: int) -> str:
+        """Return what changes with a row's image."""
+        return self._pictures[row].stamp
+
     def _one(self, picture: Picture) -> Pixels:
         key = picture.stamp
         if key not in self._known:

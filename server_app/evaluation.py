@@ -8,11 +8,13 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 
 from privet.adapters import load_model, load_tokenizer
+from privet.answers import Answers
 from privet.config import Config
 from privet.data.collate import padding_id
 from privet.data.tasks import load_test
 from privet.devices import pick_device, pick_dtype
 from privet.kinds.catalogue import kind_of
+from privet.wire import Arrays
 from strategies.rounds import from_record
 
 
@@ -44,15 +46,28 @@ class Evaluator:
 
     def __call__(self, round_number: int, arrays: ArrayRecord) -> MetricRecord:
         """Return the scores of a model given by its changed values; an ``evaluate_fn``."""
-        self.model.load(from_record(arrays))
+        last = round_number == self._config.federation.rounds
+        return MetricRecord({**self.scores(from_record(arrays), Answers() if last else None)})
+
+    def scores(self, values: Arrays, answers: Answers | None) -> dict[str, int | float]:
+        """Return the scores of a model given by its changed values.
+
+        Parameters
+        ----------
+        values : dict of str to torch.Tensor
+            What differs from the base model's initial values.
+        answers : Answers or None
+            What this very model has written before, for scores that take longer; None: without those.
+        """
+        self.model.load(values)
         # Clients are idle while the server scores, so it may use every core for that while.
         before = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
             scores = self._kind.score(self.model, self.rows, self._pad_id, 32)
-            if round_number == self._config.federation.rounds:
+            if answers is not None:
                 most = self._config.model.max_length
-                scores |= self._kind.judge(self.model, self._tokenizer, self._examples, most)
+                scores |= self._kind.judge(self.model, self._tokenizer, self._examples, most, answers)
         finally:
             torch.set_num_threads(before)
-        return MetricRecord({**scores, "examples": len(self.rows)})
+        return {**scores, "examples": len(self.rows)}

@@ -6,13 +6,12 @@ run directory as soon as it is there, so a command that was broken off goes on w
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from privet.adapters import load_model, load_tokenizer
+from privet.answers import Answers
 from privet.atomic import write_atomic
 from privet.config import unknown
 from privet.devices import pick_device, pick_dtype
@@ -29,8 +29,6 @@ from server_app.saved import final_model
 
 FOLDER = "eval"
 _AT_ONCE = 16  # batches between two writes of answers
-
-Answered = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -214,59 +212,7 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-# --- answers that last -----------------------------------------------------------------------------
-
-
-class Answers:
-    """What a model has answered, one JSON line each, in a file that only grows.
-
-    Parameters
-    ----------
-    file : Path
-        Where it is kept; a last line that was cut off is left out.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._known: dict[str, Any] = {}
-        if file.exists():
-            for line in file.read_text().splitlines():
-                try:
-                    key, answer = json.loads(line)
-                except ValueError:
-                    continue
-                self._known[key] = answer
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def ask(self, kind: str, questions: Sequence[Any], answer: Answered, at_once: int) -> list[Any]:
-        """Return an answer to every question; only those that are not known yet are computed, `at_once` at a time."""
-        keys = [_key(kind, question.args) for question in questions]
-        missing = {
-            key: question for key, question in zip(keys, questions, strict=True) if key not in self._known
-        }
-        todo = list(missing.items())
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a") as out, _progress(kind, len(keys), len(keys) - len(todo)) as bar:
-            for start in range(0, len(todo), at_once):
-                part = todo[start : start + at_once]
-                for (key, _), found in zip(part, answer([question for _, question in part]), strict=True):
-                    self._known[key] = found
-                    out.write("\n" + json.dumps([key, found]))
-                out.flush()
-                bar.update(len(part))
-        return [self._known[key] for key in keys]
-
-
-def _progress(kind: str, total: int, done: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, desc=kind.replace("_", " "), unit="question", leave=False)
-
-
-def _key(kind: str, asked: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps([kind, *asked], sort_keys=True, default=str).encode()).hexdigest()
+# --- the harness's model -----------------------------------------------------------------------------
 
 
 def _answering(backbone: Any, tokenizer: Any, batch: int, folder: Path) -> Callable[[str], Any]:
@@ -280,19 +226,23 @@ def _answering(backbone: Any, tokenizer: Any, batch: int, folder: Path) -> Calla
             super().__init__(pretrained=backbone, tokenizer=tokenizer, batch_size=batch)
             self._answers = answers
 
-        def _kept(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        def _kept(self, kind: str, requests: list[Any]) -> list[Any]:
             own = getattr(super(), kind)
-            size = batch * _AT_ONCE
-            return self._answers.ask(kind, requests, lambda some: own(some, disable_tqdm=True), size)
+            return self._answers.ask(
+                [[kind, *request.args] for request in requests],
+                lambda places: list(own([requests[i] for i in places], disable_tqdm=True)),
+                at_once=batch * _AT_ONCE,
+                what=kind.replace("_", " "),
+            )
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            return self._kept("generate_until", requests, disable_tqdm)
+            return self._kept("generate_until", requests)
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            found = self._kept("loglikelihood", requests, disable_tqdm)
+            found = self._kept("loglikelihood", requests)
             return [(float(value), bool(greedy)) for value, greedy in found]
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-            return self._kept("loglikelihood_rolling", requests, disable_tqdm)
+            return self._kept("loglikelihood_rolling", requests)
 
     return lambda name: KeptHFLM(Answers(folder / f"harness-{name}.answers.jsonl"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from privet.answers import Answers
 from privet.atomic import write_atomic
 from privet.config import Config, TaskConfig, compose
 from privet.errors import ConfigError, PrivetError
@@ -15,7 +16,7 @@ from privet.wire import Arrays, Payload
 from server_app.evaluation import Evaluator
 from server_app.saved import SavedRun, final_model
 from strategies.base import LoraStrategy
-from strategies.rounds import spread, to_record
+from strategies.rounds import spread
 
 FOLDER = "eval"
 
@@ -60,14 +61,18 @@ def rescore(run_dir: Path, overrides: Sequence[str], personal: Personal | None =
         raise PrivetError(f"{run_dir} has task.head=local: its server has no head, so no whole model")
     task = _fitting(config, overrides)
     judge = Evaluator(replace(config, task=task))
-    last = config.federation.rounds
-    scores = dict(judge(last, to_record(values))) if whole else {}
+
+    def written(model: str) -> Answers:
+        # Another version of the task asks other questions, which are told apart.
+        return Answers(run_dir / FOLDER / f"{task.name}-{model}.answers.jsonl")
+
+    scores = judge.scores(values, written("server")) if whole else {}
     own: dict[str, dict[str, Any]] = {}
     if personal is not None:
         saved = SavedRun.load(run_dir)
         assert saved is not None, "a completed run had a plan"
         for node, changed in personal(run_dir, saved.id, method, method.scored_payload(values)):
-            own[node] = dict(judge(last, to_record(changed)))
+            own[node] = judge.scores(changed, written(node))
         if not own:
             raise PrivetError(f"{run_dir}: no node of a {config.method.name} run has a model of its own")
     flat = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
+from privet.answers import Answers
 from privet.config import Config
 from privet.data.collate import Tokenised, pad_batch
 from privet.data.examples import Examples
@@ -58,9 +59,9 @@ class TaskKind(ABC):
         return
 
     def judge(
-        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int
+        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int, answers: Answers
     ) -> dict[str, float]:
-        """Return scores that take longer, for a run's final model; none here."""
+        """Return scores that take longer, for a run's final model, whose `answers` are kept; none here."""
         return {}
 
     @abstractmethod

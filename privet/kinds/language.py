@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
+from privet.answers import Answers
 from privet.config import Config, WritingConfig
 from privet.data.collate import Tokenised, microbatches, pad_batch
 from privet.data.examples import Examples
@@ -134,7 +135,7 @@ class LanguageKind(TaskKind):
             check_measures(self._writing.measures)
 
     def judge(
-        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int
+        self, model: AdaptedModel, tokenizer: Any, examples: Examples, max_length: int, answers: Answers
     ) -> dict[str, float]:
         """Let the model answer every distinct prompt, and measure that against all of the prompt's answers."""
         if self._writing is None:
@@ -154,6 +155,7 @@ class LanguageKind(TaskKind):
             beams=self._writing.beams,
             most=self._writing.max_tokens,
             images=images,
+            answers=answers,
         )
         return measure(self._writing.measures, written, references)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from privet.adapters import AdaptedModel
+from privet.answers import Answers
 from privet.data.collate import microbatches, padding_id
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def write(
     beams: int,
     most: int,
     images: RowImages | None = None,
+    answers: Answers | None = None,
 ) -> list[str]:
     """Return a text after every prompt.
 
@@ -60,32 +62,43 @@ def write(
         Most tokens of a text.
     images : RowImages or None
         The image of every prompt, for models that see.
+    answers : Answers or None
+        What this very model has written before, where the rest is kept, too.
     """
     own = cast(Any, model.module.backbone).generation_config.eos_token_id
     stops = sorted({*ends, *(own if isinstance(own, list) else [own] if own is not None else [])})
     pad = padding_id(tokenizer)
     lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
-    out = [""] * len(prompts)
-    for rows in microbatches(lengths, np.arange(len(prompts)), max(1, _BATCH // beams)):
-        width = int(lengths[rows].max())
-        ids = torch.full((len(rows), width), pad)
-        mask = torch.zeros_like(ids)
-        for place, row in enumerate(rows):  # on the left, so that every text begins at the same place
-            ids[place, width - lengths[row] :] = torch.tensor(prompts[row])
-            mask[place, width - lengths[row] :] = 1
-        seen = (
-            {} if images is None else {"pixel_values": torch.from_numpy(images.pixels(rows)).to(model.device)}
-        )
-        written = cast("Writer", model.module).generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            do_sample=False,
-            num_beams=beams,
-            max_new_tokens=most,
-            eos_token_id=stops or None,
-            pad_token_id=pad,
-            **seen,
-        )
-        for row, text in zip(rows, written.cpu(), strict=True):
-            out[row] = tokenizer.decode(text, skip_special_tokens=True).strip()
-    return out
+
+    def written(places: list[int]) -> list[str]:
+        out = dict.fromkeys(places, "")
+        for rows in microbatches(lengths, np.array(places), max(1, _BATCH // beams)):
+            width = int(lengths[rows].max())
+            ids = torch.full((len(rows), width), pad)
+            mask = torch.zeros_like(ids)
+            for place, row in enumerate(rows):  # on the left, so that every text begins at the same place
+                ids[place, width - lengths[row] :] = torch.tensor(prompts[row])
+                mask[place, width - lengths[row] :] = 1
+            seen = (
+                {}
+                if images is None
+                else {"pixel_values": torch.from_numpy(images.pixels(rows)).to(model.device)}
+            )
+            texts = cast("Writer", model.module).generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                do_sample=False,
+                num_beams=beams,
+                max_new_tokens=most,
+                eos_token_id=stops or None,
+                pad_token_id=pad,
+                **seen,
+            )
+            for row, text in zip(rows, texts.cpu(), strict=True):
+                out[int(row)] = tokenizer.decode(text, skip_special_tokens=True).strip()
+        return list(out.values())
+
+    questions = [
+        [list(ids), stops, beams, most, images and images.stamp(row)] for row, ids in enumerate(prompts)
+    ]
+    return (answers or Answers()).ask(questions, written, at_once=4 * _BATCH, what="writing")

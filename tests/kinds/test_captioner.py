@@ -48,6 +48,7 @@ class Small(Encoder):
         self.convolution = nn.Conv2d(3, 6, 4, stride=4)
         self.norm = nn.BatchNorm2d(6)
         nn.init.normal_(self.convolution.weight, generator=torch.Generator().manual_seed(3))
+        nn.init.zeros_(self.convolution.bias)  # weights that are the same wherever it is built
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         cells: Tensor = self.norm(self.convolution(pixel_values)).relu()

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from privet.adapters import build_model, load_tokenizer
+from privet.answers import Answers
 from privet.cli import main
 from privet.errors import PrivetError
 from server_app import harness
-from server_app.harness import Answers, Settings, benchmark
+from server_app.harness import Settings, benchmark
 from server_app.saved import final_model
 from tests.conftest import Outcome
 from tests.kinds.conftest import AREAS, NAMES
@@ -107,14 +108,14 @@ def test_a_command_that_was_broken_off_goes_on(
     asked: list[int] = []
     own = Answers.ask
 
-    def ask(self: Answers, kind: str, questions: Any, answer: Any, at_once: int) -> Any:
-        def counted(some: list[Any]) -> list[Any]:
+    def ask(self: Answers, questions: Any, answer: Any, *, at_once: int, what: str) -> Any:
+        def counted(places: list[int]) -> list[Any]:
             if len(asked) == 2:
                 raise KeyboardInterrupt
-            asked.append(len(some))
-            return list(answer(some))
+            asked.append(len(places))
+            return list(answer(places))
 
-        return own(self, kind, questions, counted, 1)
+        return own(self, questions, counted, at_once=1, what=what)
 
     monkeypatch.setattr(Answers, "ask", ask)
     arguments = ["eval", str(trained), "--harness", "written", "--harness-tasks", str(tasks)]
@@ -125,12 +126,12 @@ def test_a_command_that_was_broken_off_goes_on(
     assert not (trained / "eval" / "harness-written.json").exists()
     left: list[int] = []
 
-    def ask_again(self: Answers, kind: str, questions: Any, answer: Any, at_once: int) -> Any:
-        def counted(some: list[Any]) -> list[Any]:
-            left.append(len(some))
-            return list(answer(some))
+    def ask_again(self: Answers, questions: Any, answer: Any, *, at_once: int, what: str) -> Any:
+        def counted(places: list[int]) -> list[Any]:
+            left.append(len(places))
+            return list(answer(places))
 
-        return own(self, kind, questions, counted, at_once)
+        return own(self, questions, counted, at_once=at_once, what=what)
 
     monkeypatch.setattr(Answers, "ask", ask_again)
     assert main([*arguments, "--json"]) == 0

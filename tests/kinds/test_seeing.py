@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from client_app.trainer import Noise, Trainer
 from privet.adapters import AdaptedModel, build_model, check_model, load_tokenizer
+from privet.answers import Answers
 from privet.config import Config, compose
 from privet.data.collate import Tokenised
 from privet.data.holdout import split_holdout
@@ -182,13 +183,13 @@ def test_all_texts_of_an_image_are_references_for_what_is_written(
     found: list[Any] = []
     monkeypatch.setattr("privet.kinds.language.measure", lambda names, *texts: found.extend(texts) or {})
     data = load_task(config.task).train
-    kind.judge(model, load_tokenizer(config.model), data, 24)
+    kind.judge(model, load_tokenizer(config.model), data, 24, Answers())
     written, references = found
     assert data.targets is not None
     assert references == [data.targets[2 * i : 2 * i + 2] for i in range(5)]
     alone = data.take([4, 5])  # the third image, whatever stands beside it
     found.clear()
-    kind.judge(model, load_tokenizer(config.model), alone, 24)
+    kind.judge(model, load_tokenizer(config.model), alone, 24, Answers())
     assert found[0] == [written[2]]
     assert len(set(written)) > 1
 

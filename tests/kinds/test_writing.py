@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from privet.adapters import AdaptedModel, build_model, load_tokenizer
+from privet.answers import Answers
 from privet.config import compose
 from privet.data.examples import Examples
 from privet.kinds.catalogue import kind_of
@@ -89,7 +90,7 @@ def test_every_prompt_is_judged_once_against_all_its_answers(
     data = Examples(
         ["name", "Where", "name"], None, np.zeros(3, dtype=np.int64), targets=["is", "the", "near"]
     )
-    assert kind_of(config).judge(model[0], model[1], data, 32) == {"bleu": 1.0}
+    assert kind_of(config).judge(model[0], model[1], data, 32, Answers()) == {"bleu": 1.0}
     ((names, written, references),) = seen
     assert (names, len(written), references) == (("bleu",), 2, [["is", "near"], ["the"]])
 

@@ -68,9 +68,7 @@ def test_the_nodes_own_models_are_scored(
     method: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the run's own rows each node's model has the score that the node gave it in the last round."""
-    outcome = finished(
-        run(*method.split(), "privacy.epsilon=20", "evaluation=both", "federation.rounds=3")
-    )
+    outcome = finished(run(*method.split(), "privacy.epsilon=20", "evaluation=both", "federation.rounds=3"))
     said = outcome.rounds[-1]["eval_clients"]
     found = rescore(outcome.path, [], personal_models)
     for node, values in said["nodes"].items():
