@@ -16,7 +16,6 @@ from privet.errors import ConfigError
 from privet.losses import causal
 from privet.privacy.engine import GradientEngine
 
-
 UNPINNED = ("pretrained", "tinyllava")
 """A user's own choice, and one whose file asks for a commit."""
 
