@@ -39,6 +39,7 @@ def test_canaries_are_dealt_by_coin_and_every_process_draws_the_same(settings: l
     assert len(draw_canaries(plain).examples) == 0
 
 
+@pytest.mark.usefixtures("known_draws")
 def test_a_run_without_noise_that_claims_half_an_epsilon_is_caught(
     run: Run, planted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def silent(_: Any, shape: Sequence[int], *, device: Any, dtype: torch.dtype) -> 
     return torch.zeros(tuple(shape), device=device, dtype=dtype)
 
 
+@pytest.mark.usefixtures("known_draws")
 def test_the_same_run_with_its_noise_stands(run: Run, planted: list[str]) -> None:
     outcome = finished(run(*planted, nodes=1))
     found = audit(outcome.path)
