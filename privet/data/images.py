@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -172,7 +171,3 @@ def _decoding_errors() -> tuple[type[Exception], ...]:
         OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError, OverflowError,
         MemoryError, NotImplementedError, ArithmeticError, AttributeError, Image.DecompressionBombError,
     )  # fmt: skip
-
-
-Prepare = Callable[[Sequence["Image"]], Any]
-"""From images to an array of floats (b, 3, height, width)."""
