@@ -6,7 +6,7 @@ stands on the line goes before them. A run keeps these settings in full, so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,50 @@ class Recipe:
     command: str | None
 
     def blocks(self, given: Sequence[str]) -> list[Block]:
-        """Return its products with the overrides of a command line, which go before its own."""
-        keys = {text.partition("=")[0].lstrip("+~") for text in given}
-        fixed = [f"{key}={value}" for key, value in self.settings.items() if key not in keys]
+        """Return its products with the overrides of a command line, which go before its own.
+
+        Of values that a product sweeps, those that are given are run, in the products that have them; values that no
+        product has take the place of all. A choice such as ``method`` that is replaced takes its own settings,
+        ``method.*``, with it.
+        """
+        asked = {text.partition("=")[0].lstrip("+~"): _values(text) for text in given}
+        replaced = {key for key, own in self.settings.items() if asked.get(key, [own]) != [own]}
+        fixed = [f"{k}={v}" for k, v in _without(self.settings, replaced).items() if k not in asked]
         found = []
         for product in self.sweep or ({},):
-            swept = [f"{key}={','.join(values)}" for key, values in product.items() if key not in keys]
-            found.append(Block([*fixed, *swept, *given], frozenset(product)))
+            swept: dict[str, tuple[str, ...]] = dict(product)
+            for key in sorted(product.keys() & asked.keys()):  # a choice before its settings
+                known = {value for other in self.sweep for value in other.get(key, ())}
+                new = tuple(value for value in asked[key] if value not in known)
+                if len(new) == len(asked[key]):
+                    swept = {**_without(swept, {key}), key: new}
+                else:
+                    first = next(other for other in self.sweep if key in other)
+                    swept[key] = tuple(v for v in product[key] if v in asked[key]) + new * (product is first)
+            if all(swept.values()):
+                own = [f"{key}={','.join(values)}" for key, values in swept.items()]
+                more = [text for text in given if text.partition("=")[0] not in product]
+                found.append(Block([*fixed, *own, *more], frozenset(product)))
         return found
+
+
+def _without(settings: Mapping[str, Any], replaced: Collection[str]) -> dict[str, Any]:
+    """Return the settings without the keys that are replaced, and without those below them."""
+    return {k: v for k, v in settings.items() if not any(k == r or k.startswith(f"{r}.") for r in replaced)}
+
+
+def _values(text: str) -> list[str]:
+    """Return the values that an override has, of a list each."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(text)
+        if override.is_sweep_override():
+            return [str(value) for value in override.sweep_string_iterator()]
+    except HydraException:
+        pass  # a text that Hydra's grammar does not know: it is told where the run is composed
+    return [text.partition("=")[2]]
 
 
 def unfold(overrides: Sequence[str]) -> tuple[Recipe | None, list[Block]]:

@@ -207,6 +207,56 @@ def test_a_sweep_is_the_union_of_its_products(recipes: Path) -> None:
     assert (left.config.seed, left.name) == (3, "method.rho=0.5,seed=3")
 
 
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        (
+            [],
+            [
+                "fedavg 0.1 -",
+                "fedavg 0.5 -",
+                "fedsvd 0.1 -",
+                "fedsvd 0.5 -",
+                "fedhsip 0.1 5",
+                "fedhsip 0.5 5",
+            ],
+        ),
+        (["method=fedavg"], ["fedavg 0.1 -", "fedavg 0.5 -"]),
+        (["method=fedhsip", "train.lr=0.5"], ["fedhsip 0.5 5"]),
+        (["method=fedhsip,fedsvd"], ["fedsvd 0.1 -", "fedsvd 0.5 -", "fedhsip 0.1 5", "fedhsip 0.5 5"]),
+        (["method=fedprox", "train.lr=0.1"], ["fedprox 0.1 -"]),
+        (["method=fedavg,fedprox", "train.lr=0.1"], ["fedavg 0.1 -", "fedprox 0.1 -"]),
+        (["train.lr=0.7"], ["fedavg 0.7 -", "fedsvd 0.7 -", "fedhsip 0.7 5"]),
+        (["method=fedhsip", "method.warmup_rounds=3", "train.lr=0.1"], ["fedhsip 0.1 3"]),
+    ],
+)
+def test_values_that_are_given_choose_among_a_recipes(
+    recipes: Path, given: list[str], runs: list[str]
+) -> None:
+    (recipes / "table.yaml").write_text(
+        """# Table.
+settings: {model: tiny_random, privacy: none, federation.rounds: 9}
+sweep:
+  - {method: [fedavg, fedsvd], train.lr: [0.1, 0.5]}
+  - {method: [fedhsip], method.warmup_rounds: [5], train.lr: [0.1, 0.5]}
+"""
+    )
+    found, errors = sweep.expand(experiments.unfold(["experiment=table", *given])[1])
+    assert errors == []
+    told = [f"{c.config.method.name} {c.config.train.lr:g}" for c in found]
+    warm = [c.config.method.params.get("warmup_rounds", "-") for c in found]
+    assert [f"{text} {number}" for text, number in zip(told, warm, strict=True)] == runs
+
+
+def test_a_choice_that_is_replaced_takes_its_settings_with_it(recipes: Path) -> None:
+    (recipes / "big.yaml").write_text(
+        "# Big.\nsettings: {model: llama2_7b, model.lora.rank: 16, model.max_length: 512, seed: 4}\n"
+    )
+    assert experiments.single(["experiment=big", "model=tiny_random"]) == ["seed=4", "model=tiny_random"]
+    kept = experiments.single(["experiment=big", "model=llama2_7b", "model.lora.rank=8"])
+    assert kept == ["model.max_length=512", "seed=4", "model=llama2_7b", "model.lora.rank=8"]
+
+
 def test_the_folder_has_the_recipes_name(recipes: Path, tmp_path: Path) -> None:
     found = sweep.prepare(["experiment=many", "seed=1", "method.rho=0.3"], tmp_path / "runs", None)
     assert found.folder == tmp_path / "runs" / "many"
