@@ -12,7 +12,12 @@ import pytest
 from tests.conftest import write_table
 
 BIN = Path(sys.executable).parent
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("system"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.long,
+    pytest.mark.xdist_group("system"),
+    pytest.mark.timeout(600),
+]
 
 
 def test_a_sweep_trains_each_run_once_and_resumes_the_broken_one(tmp_path: Path) -> None:
