@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -64,3 +67,14 @@ def resources_warning(train: TrainConfig, gpus_per_client: float, gpus: int) -> 
             "(0.5 lets two clients share one)"
         )
     return None
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let PyTorch use every core for a while, where nothing else of a run computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -28,7 +28,7 @@ from privet.data.collate import padding_id
 from privet.data.examples import Examples
 from privet.data.partition import client_examples
 from privet.data.tasks import load_test
-from privet.devices import pick_device, pick_dtype
+from privet.devices import all_cores, pick_device, pick_dtype
 from privet.errors import PrivetError
 from privet.kinds.catalogue import kind_of
 from privet.runner import read_summary
@@ -180,7 +180,8 @@ class _Attacker:
     def look(self, examples: Examples) -> dict[str, Floats]:
         """Return every signal of the rows."""
         rows = self._kind.tokenise(self._tokenizer, examples, self._config.model.max_length)
-        return signals(self._kind, self._model, rows, examples, padding_id(self._tokenizer))
+        with all_cores():
+            return signals(self._kind, self._model, rows, examples, padding_id(self._tokenizer))
 
 
 def _members(config: Config, most: int) -> list[Examples]:

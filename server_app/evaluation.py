@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
 from flwr.app import ArrayRecord, MetricRecord
 
 from privet.adapters import load_model, load_tokenizer
@@ -12,7 +9,7 @@ from privet.answers import Answers
 from privet.config import Config
 from privet.data.collate import padding_id
 from privet.data.tasks import load_test
-from privet.devices import pick_device, pick_dtype
+from privet.devices import all_cores, pick_device, pick_dtype
 from privet.kinds.catalogue import kind_of
 from privet.wire import Arrays
 from strategies.rounds import from_record
@@ -60,14 +57,9 @@ class Evaluator:
             What this very model has written before, for scores that take longer; None: without those.
         """
         self.model.load(values)
-        # Clients are idle while the server scores, so it may use every core for that while.
-        before = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)
-        try:
+        with all_cores():  # clients are idle while the server scores
             scores = self._kind.score(self.model, self.rows, self._pad_id, 32)
             if answers is not None:
                 most = self._config.model.max_length
                 scores |= self._kind.judge(self.model, self._tokenizer, self._examples, most, answers)
-        finally:
-            torch.set_num_threads(before)
         return {**scores, "examples": len(self.rows)}

@@ -17,13 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from privet.adapters import load_model, load_tokenizer
 from privet.answers import Answers
 from privet.atomic import write_atomic
 from privet.config import unknown
-from privet.devices import pick_device, pick_dtype
+from privet.devices import all_cores, pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError
 from server_app.saved import final_model
 
@@ -116,24 +114,19 @@ def benchmark(run_dir: Path, settings: Settings) -> Iterator[Benchmarked]:
     answering = _answering(
         model.module.backbone, load_tokenizer(config.model), settings.batch, run_dir / FOLDER
     )
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    try:
-        for name in settings.tasks:
-            with _refusals(name, settings):
-                found: dict[str, Any] = simple_evaluate(
-                    model=answering(name),
-                    tasks=[name],
-                    num_fewshot=settings.shots,
-                    limit=settings.limit,
-                    task_manager=manager,
-                    apply_chat_template=settings.chat,
-                    confirm_run_unsafe_code=settings.run_code,
-                    log_samples=False,
-                )
-            yield _saved(run_dir, name, settings, found)
-    finally:
-        torch.set_num_threads(before)
+    for name in settings.tasks:
+        with _refusals(name, settings), all_cores():
+            found: dict[str, Any] = simple_evaluate(
+                model=answering(name),
+                tasks=[name],
+                num_fewshot=settings.shots,
+                limit=settings.limit,
+                task_manager=manager,
+                apply_chat_template=settings.chat,
+                confirm_run_unsafe_code=settings.run_code,
+                log_samples=False,
+            )
+        yield _saved(run_dir, name, settings, found)
 
 
 def _definitions(settings: Settings) -> Any:
