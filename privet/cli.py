@@ -15,11 +15,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from privet import operate
+from privet import experiments, operate
 from privet.config import compose
 from privet.environment import quiet_libraries
 from privet.errors import PrivetError
-from privet.experiments import single
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +166,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     from privet import runner
 
-    given = single(arguments.overrides)
+    given = experiments.single(arguments.overrides)
     # Everything that can be refused is refused here, before Flower starts.
     overrides, config = runner.absolute(given, compose(given))
     (plan,) = runner.check([overrides]).plans
@@ -223,7 +222,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config = compose(single(arguments.overrides))
+    config = compose(experiments.single(arguments.overrides))
     quiet_libraries()
     from server_app.plan import make_plan
 
@@ -323,8 +322,6 @@ def _methods(arguments: argparse.Namespace) -> int:
 
 def _experiments(arguments: argparse.Namespace) -> int:
     """List the recipes for the papers' tables and figures: privet run -m experiment=NAME."""
-    from privet import experiments
-
     if arguments.name is not None:
         print(experiments.source(arguments.name).read_text(encoding="utf-8"), end="")
         return 0
@@ -352,6 +349,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     """
     if arguments.harness is not None:
         return _harness(arguments)
+    for option in ("harness_tasks", "shots", "limit", "chat", "run_code"):
+        given = getattr(arguments, option)
+        if given is not None and given is not False:
+            raise PrivetError(f"--{option.replace('_', '-')} goes with --harness")
     from privet.runner import find_run
     from server_app.rescore import rescore
 
@@ -383,6 +384,8 @@ def _harness(arguments: argparse.Namespace) -> int:
         raise PrivetError(
             f"'{arguments.overrides[0]}' does not go with --harness: its tasks have data of their own"
         )
+    if arguments.personal:
+        raise PrivetError("--personal does not go with --harness: it asks the server's model")
     settings = Settings(
         tasks=tuple(arguments.harness.split(",")),
         folder=arguments.harness_tasks,

@@ -23,9 +23,9 @@ from privet.atomic import write_atomic
 from privet.config import unknown
 from privet.devices import all_cores, pick_device, pick_dtype
 from privet.errors import ConfigError, PrivetError
+from server_app.rescore import FOLDER
 from server_app.saved import final_model
 
-FOLDER = "eval"
 _AT_ONCE = 16  # batches between two writes of answers
 
 

@@ -371,7 +371,7 @@ def _load(
         keep(_filled(cells[name][rows]), "without a text")
     if cfg.sees:
         keep(np.array([images[i] != MISSING for i in rows], dtype=bool), MISSING)
-        faults = np.array([_fault(images[i]) for i in rows], dtype=object)
+        faults = _faults([images[i] for i in rows])
         if not node:
             _refuse_faults(faults, rows, path)
         for reason in REASONS:
@@ -413,8 +413,11 @@ def _pictures(frame: pd.DataFrame, cfg: TaskConfig, path: Path | HubTable, *, le
     return list(pictures(frame[cfg.image_column], str(path), folder, lenient=lenient))
 
 
-def _fault(image: Picture | str) -> str | None:
-    return image if isinstance(image, str) else fault(image)
+def _faults(images: Sequence[Picture | str]) -> np.ndarray:
+    """Return what is wrong with every row's image; an image of several rows is opened once."""
+    distinct = {image.key: image for image in images if not isinstance(image, str)}
+    known = {key: fault(image) for key, image in distinct.items()}
+    return np.array([i if isinstance(i, str) else known[i.key] for i in images], dtype=object)
 
 
 def _refuse_faults(faults: np.ndarray, rows: np.ndarray, path: Path | HubTable) -> None:

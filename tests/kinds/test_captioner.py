@@ -28,6 +28,7 @@ from privet.privacy.engine import GradientEngine
 from privet.privacy.rng import SeededRandomness
 from privet.trainables import Factors
 from privet.weights import base_weights
+from tests.kinds.per_row import Everything, clipped_sums
 from tests.kinds.vision import captions_task
 
 CELLS = 4
@@ -90,11 +91,6 @@ def loss_by_hand(model: AdaptedModel, rows: Tokenised, row: int) -> Tensor:
     return -sum(scores[t - 1, ids[t]] for t in learnt) / len(learnt)  # type: ignore[return-value]
 
 
-class Everything(SeededRandomness):
-    def uniform(self, n: int) -> Any:
-        return np.zeros(n)
-
-
 def test_a_private_step_clips_every_rows_own_gradient(small: list[str]) -> None:
     config, model, rows = built(
         [*small, "train.optimizer=sgd", "train.lr=0.5", "train.head_lr=0.5", "train.batch_size=16",
@@ -103,18 +99,12 @@ def test_a_private_step_clips_every_rows_own_gradient(small: list[str]) -> None:
     names = [*model.spec.lora, *model.spec.head]
     assert set(model.spec.head) == {"projector.weight", "projector.bias"}
     parameters = [model.parameter(n).requires_grad_(True) for n in names]
-    sums, norms = [torch.zeros_like(p) for p in parameters], []
     kind, every = kind_of(config), np.arange(len(rows))
     with torch.no_grad():
         got = kind.losses(model.module, kind.collate(rows, every, 0, "cpu"))
-    for row in every:
-        loss = loss_by_hand(model, rows, row)
-        assert float(loss.detach()) == pytest.approx(float(got[row]), rel=1e-5)
-        gradients = torch.autograd.grad(loss, parameters)
-        norm = float(torch.cat([g.flatten() for g in gradients]).norm())
-        norms.append(norm)
-        for total, gradient in zip(sums, gradients, strict=True):
-            total += gradient * min(1.0, 0.5 / norm)
+    losses = [loss_by_hand(model, rows, row) for row in every]
+    assert [float(loss.detach()) for loss in losses] == pytest.approx(got.tolist(), rel=1e-5)
+    sums, norms = clipped_sums(losses, parameters, 0.5)
     assert max(norms) > 0.5
     before = [p.detach().clone() for p in parameters]
     trainer = Trainer(model, rows, 0, config.train, config.privacy, kind)

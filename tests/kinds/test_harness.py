@@ -161,6 +161,9 @@ def test_what_cannot_be_asked_is_refused(
         (["--harness", "nearby", "--limit", "0"], "--limit 0 is not allowed"),
         (["--harness", "nearby", "--harness-tasks", str(tasks / "none")], "is no folder"),
         (["task=csv", "--harness", "nearby"], "does not go with --harness"),
+        (["--harness", "nearby", "--personal"], "--personal does not go with --harness"),
+        (["--limit", "0"], "--limit goes with --harness"),
+        (["--run-code"], "--run-code goes with --harness"),
     ):
         assert main(["eval", str(trained), *arguments]) == 2
         said = capsys.readouterr().err

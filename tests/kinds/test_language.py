@@ -22,9 +22,9 @@ from privet.kinds.generation import Generation, fill
 from privet.kinds.instructions import Instructions
 from privet.kinds.language import learnt
 from privet.losses import IGNORE
-from privet.privacy.rng import SeededRandomness
 from privet.trainables import Factors
 from tests.kinds.conftest import TEMPLATE
+from tests.kinds.per_row import Everything, clipped_sums
 
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -175,11 +175,6 @@ def test_losses_are_each_rows_own(small_model: list[str]) -> None:
     assert float(got[0]) == 0
 
 
-class Everything(SeededRandomness):
-    def uniform(self, n: int) -> Any:
-        return np.zeros(n)
-
-
 def test_a_private_step_clips_every_rows_own_gradient(small_model: list[str]) -> None:
     """Micro-batches of several lengths against one row at a time."""
     config, model = language_model(
@@ -188,13 +183,8 @@ def test_a_private_step_clips_every_rows_own_gradient(small_model: list[str]) ->
     )  # fmt: skip
     data, names = ragged(), list(model.spec.lora)
     parameters = [model.parameter(n).requires_grad_(True) for n in names]
-    sums, norms = [torch.zeros_like(p) for p in parameters], []
-    for row in range(len(data)):
-        gradients = torch.autograd.grad(loss_by_hand(model, data, row), parameters)
-        norm = float(torch.cat([g.flatten() for g in gradients]).norm())
-        norms.append(norm)
-        for total, gradient in zip(sums, gradients, strict=True):
-            total += gradient * min(1.0, 0.05 / max(norm, 1e-12))
+    losses = (loss_by_hand(model, data, row) for row in range(len(data)))
+    sums, norms = clipped_sums(losses, parameters, 0.05)
     assert min(norms) == 0
     assert sum(norm > 0.05 for norm in norms) >= 2
     before = [p.detach().clone() for p in parameters]

@@ -22,8 +22,8 @@ from privet.data.tasks import load_task
 from privet.errors import ConfigError
 from privet.kinds.catalogue import kind_of
 from privet.kinds.seeing import SeeingKind
-from privet.privacy.rng import SeededRandomness
 from privet.trainables import Factors
+from tests.kinds.per_row import Everything, clipped_sums
 from tests.kinds.vision import TOKENS, captions_task, questions_task, small_vision
 
 Seen = tuple[Config, AdaptedModel, Tokenised, SeeingKind]
@@ -104,11 +104,6 @@ def test_another_image_in_the_batch_changes_nothing(seen: Callable[..., Seen]) -
     assert float(one[3]) != pytest.approx(float(two[3]))
 
 
-class Everything(SeededRandomness):
-    def uniform(self, n: int) -> Any:
-        return np.zeros(n)
-
-
 @pytest.mark.parametrize("projector", ["frozen", "trained"])
 def test_a_private_step_clips_every_rows_own_gradient(projector: str, seen: Callable[..., Seen]) -> None:
     """Micro-batches of several lengths against one row at a time; the projector is inside the one clip."""
@@ -120,13 +115,8 @@ def test_a_private_step_clips_every_rows_own_gradient(projector: str, seen: Call
     assert len(model.spec.head) == (4 if projector == "trained" else 0)
     assert all("language_model" in t.name for t in model.spec.targets)
     parameters = [model.parameter(n).requires_grad_(True) for n in names]
-    sums, norms = [torch.zeros_like(p) for p in parameters], []
-    for row in range(len(rows)):
-        gradients = torch.autograd.grad(loss_by_hand(model, rows, row), parameters)
-        norm = float(torch.cat([g.flatten() for g in gradients]).norm())
-        norms.append(norm)
-        for total, gradient in zip(sums, gradients, strict=True):
-            total += gradient * min(1.0, 0.5 / norm)
+    losses = (loss_by_hand(model, rows, row) for row in range(len(rows)))
+    sums, norms = clipped_sums(losses, parameters, 0.5)
     assert max(norms) > 0.5
     before = [p.detach().clone() for p in parameters]
     trainer = Trainer(model, rows, 0, config.train, config.privacy, kind)
