@@ -298,7 +298,7 @@ class _Phase:
     def train(
         self, trainables: Trainables, *, lr: float | None = None, correction: Correction | None = None
     ) -> None:
-        """Charge, then take the local steps."""
+        """Take the local steps; under DP, charge for them first."""
         if self._diagnostics is not None:
             raise Refusal("phase", "a phase trains once")
         if self._release != "dp-sgd":
@@ -311,14 +311,12 @@ class _Phase:
                 trainables, self._steps, self._order("batches"), lr=lr, correction=correction
             )
             return
-        self._charge()
-        self._enter_round()
         seeded = config.privacy.randomness == "seeded"
         seed = child_seed(config.seed, "noise", self._request.fingerprint) if seeded else None
         randomness = make_randomness(config.privacy.randomness, seed)
         noise = Noise(self._q, self._request.sigma, randomness)
         self._diagnostics = trainer.train_private(
-            trainables, self._steps, noise, lr=lr, correction=correction
+            trainables, self._steps, noise, lr=lr, correction=correction, charge=self._pay
         )
 
     def moments(self, trainables: Trainables, kind: str) -> Arrays:
@@ -451,6 +449,11 @@ class _Phase:
             raise Refusal(
                 "sigma", f"sigma {request.sigma:.4g} is below the {needed:.4g} that this node needs"
             )
+
+    def _pay(self) -> None:
+        """Charge for the phase; from here on, the round counts."""
+        self._charge()
+        self._enter_round()
 
     def _charge(self) -> None:
         """Write the ledger's entry before anything that it pays for exists (design rule 10)."""

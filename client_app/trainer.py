@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from privet.adapters import AdaptedModel
 from privet.config import PrivacyConfig, TrainConfig
@@ -94,11 +94,18 @@ class Trainer:
         *,
         lr: float | None = None,
         correction: Correction | None = None,
+        charge: Callable[[], object] = lambda: None,
     ) -> Diagnostics:
         """Take `steps` steps of DP-SGD (Abadi et al. 2016) with Poisson sampling.
 
         A draw may be empty: the step is then noise alone, and counts. The divisor is the expected batch.
-        Weight decay acts in the optimiser and `correction` just before it: both after the noise.
+        Weight decay acts in the optimiser and `correction` just before it: both after the noise. `charge` is
+        called once it is sure that the model can train so, and before the first draw.
+
+        Raises
+        ------
+        ConfigError
+            If the model cannot train row by row, or mixes the rows of a batch; nothing was charged or drawn.
         """
         assert self._privacy.clip is not None
         norms: list[Tensor] = []
@@ -109,6 +116,8 @@ class Trainer:
         with self._training(trainables):
             engine = self._engine(trainables, self._privacy.clip)
             with engine.attached():
+                self._refuse_mixing(engine, trainables)
+                charge()
                 for _ in range(steps):
                     rows = poisson_draw(len(self._rows), noise.q, noise.randomness)
                     drawn.append(len(rows))
@@ -226,6 +235,18 @@ class Trainer:
         batch = self._kind.collate(self._rows, rows, self._pad_id, self._model.device)
         return self._kind.losses(self._model.module, batch)
 
+    def _refuse_mixing(self, engine: GradientEngine, trainables: Trainables) -> None:
+        """Let the engine measure it on made-up rows, at values where no factor or head of zeros hides it."""
+        if self._micro == 1:
+            return
+        parameters = [self._model.parameter(n) for n in trainables.model_names]
+        try:
+            with torch.random.fork_rng(devices=[]), _stirred(parameters):
+                losses = self._kind.losses(self._model.module, self._kind.made_up(self._model))
+                engine.refuse_mixing(losses)
+        except torch.OutOfMemoryError as error:
+            self._shrink(2, error)  # one row at a time from here on: nothing is left to mix
+
     # --- around the steps ------------------------------------------------------------------------
 
     @contextmanager
@@ -274,6 +295,22 @@ class Trainer:
         if train.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=train.momentum, weight_decay=train.weight_decay)
         return torch.optim.AdamW(groups, weight_decay=train.weight_decay)
+
+
+@contextmanager
+def _stirred(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Add small numbers to the parameters for a while; they end exactly as they were."""
+    before = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_((0.02 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value)
 
 
 def _step(optimizer: torch.optim.Optimizer, trainables: Trainables, correction: Correction | None) -> None:

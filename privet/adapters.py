@@ -161,6 +161,21 @@ class AdaptedModel:
         """Where the trainable tensors live."""
         return next(iter(self._parameters.values())).device
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the base model reads."""
+        return int(self._text_config.vocab_size)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the base model has exactly one."""
+        token = getattr(self._text_config, "eos_token_id", None)
+        return token if isinstance(token, int) else None
+
+    @property
+    def _text_config(self) -> Any:
+        return cast(Any, self.module.backbone.config).get_text_config()
+
     def parameter(self, name: str) -> nn.Parameter:
         """Return the live parameter of that name."""
         return self._parameters[name]

@@ -220,18 +220,18 @@ def test_a_node_that_died_while_it_trained_is_charged_once_and_sits_the_round_ou
 ) -> None:
     from client_app import trainer
 
-    original = trainer.Trainer.train_private
+    original = trainer.GradientEngine.private_sum
     calls = 0
 
     def die(self: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 5:  # client-1 in round 2
+        if calls == 9:  # two steps a phase: client-1 in round 2
             raise Killed
         return original(self, *arguments, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer.Trainer, "train_private", die)
+        patched.setattr(trainer.GradientEngine, "private_sum", die)
         broken = run("method=fedrand", "federation.rounds=3")
     assert isinstance(broken.error, Killed)
     resumed = run(path=broken.path, resume=True)

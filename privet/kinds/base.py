@@ -15,6 +15,17 @@ from privet.config import Config
 from privet.data.collate import Tokenised, pad_batch
 from privet.data.examples import Examples
 
+_MADE_UP = 8  # tokens of a row that nobody wrote
+
+
+def made_up_rows(model: AdaptedModel) -> Tokenised:
+    """Return two rows of equal length of tokens drawn from all that the model knows; the first of a row is given."""
+    ids = np.random.default_rng(0).integers(model.vocabulary, size=(2, _MADE_UP))
+    if (end := model.end_of_text) is not None:  # some classifiers look for the one that ends a text
+        ids[ids == end] = (end + 1) % model.vocabulary
+        ids[:, -1] = end
+    return Tokenised(list(ids), np.zeros(2, dtype=np.int64), prompts=np.ones(2, dtype=np.int64))
+
 
 class TaskKind(ABC):
     """One kind of task, as ``task.kind`` names it.
@@ -41,6 +52,10 @@ class TaskKind(ABC):
     ) -> dict[str, Tensor]:
         """Return the rows at `indices` as one padded batch: the model's inputs and ``labels``."""
         return pad_batch(rows, indices, pad_id, device)
+
+    def made_up(self, model: AdaptedModel) -> dict[str, Tensor]:
+        """Return a batch of two rows that nobody wrote, each with something to learn: to try the model itself."""
+        return self.collate(made_up_rows(model), np.arange(2), 0, model.device)
 
     @abstractmethod
     def losses(self, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -119,7 +119,7 @@ class LanguageKind(TaskKind):
     def score(self, model: AdaptedModel, rows: Tokenised, pad_id: int, size: int) -> dict[str, float]:
         """Return the mean cross entropy over all tokens of all answers, and its exponential."""
         tokens = learnt(rows)
-        widest = int(rows.lengths.max(initial=1)) * _vocabulary(model)
+        widest = int(rows.lengths.max(initial=1)) * model.vocabulary
         total = 0.0
         for batch in microbatches(
             rows.lengths, np.arange(len(rows)), max(1, min(size, _MOST_LOGITS // widest))
@@ -168,11 +168,6 @@ class LanguageKind(TaskKind):
     ) -> tuple[list[list[int]], RowImages | None]:
         """Return the tokens of prompts, and the images of their rows; None where there are none."""
         return [ids[:max_length] for ids in self.prompt_ids(tokenizer, prompts)], None
-
-
-def _vocabulary(model: AdaptedModel) -> int:
-    config = model.module.backbone.config
-    return int(config.get_text_config().vocab_size)
 
 
 def learnt(rows: Tokenised) -> np.ndarray:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privet.adapters import IMAGE
+from privet.adapters import IMAGE, AdaptedModel
 from privet.config import Config
 from privet.data.collate import Tokenised
 from privet.data.examples import Examples
 from privet.errors import ConfigError
+from privet.kinds.base import made_up_rows
 from privet.kinds.generation import fill
 from privet.kinds.language import LanguageKind
 from privet.losses import IGNORE
@@ -71,6 +73,19 @@ class SeeingKind(LanguageKind):
         assert rows.images is not None
         pixels = torch.from_numpy(rows.images.pixels(indices)).to(device)
         return {**super().collate(rows, indices, pad_id, device), "pixel_values": pixels}
+
+    def made_up(self, model: AdaptedModel) -> dict[str, Tensor]:
+        """Return a batch of two rows that nobody wrote, an image of noise in front of each."""
+        spec, rows = model.spec, made_up_rows(model)
+        image = np.full(spec.image_tokens, spec.image_token)
+        other = (spec.image_token + 1) % model.vocabulary
+        ids = [np.concatenate([image, np.where(row == spec.image_token, other, row)]) for row in rows.ids]
+        assert rows.prompts is not None
+        rows = replace(rows, ids=ids, prompts=rows.prompts + spec.image_tokens)
+        shape = (2, 3, spec.image_size, spec.image_size)
+        pixels = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
+        batch = super().collate(rows, np.arange(2), 0, model.device)
+        return {**batch, "pixel_values": pixels.to(model.device)}
 
     def predictions(self, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the predictions behind every token but the last: behind those of the image, of the answer, of all."""

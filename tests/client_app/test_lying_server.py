@@ -438,9 +438,12 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float, int]]:
     done: list[tuple[float, float, int]] = []
     real = Trainer.train_private
 
-    def train(self: Trainer, trainables: Any, steps: int, noise: Any, **more: Any) -> Any:
-        done.append((noise.q, noise.sigma, steps))
-        return real(self, trainables, steps, noise, **more)
+    def train(self: Trainer, trainables: Any, steps: int, noise: Any, *, charge: Any, **more: Any) -> Any:
+        def charged() -> None:
+            charge()
+            done.append((noise.q, noise.sigma, steps))
+
+        return real(self, trainables, steps, noise, charge=charged, **more)
 
     monkeypatch.setattr(Trainer, "train_private", train)
     return done

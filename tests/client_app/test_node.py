@@ -124,7 +124,7 @@ def test_a_crash_between_charge_and_reply_leaves_the_charge(
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.Trainer, "train_private", die)
+    monkeypatch.setattr(trainer.GradientEngine, "private_sum", die)
     with pytest.raises(KeyboardInterrupt):
         answer(ask())
     assert entries(ask()) == 1
@@ -449,6 +449,25 @@ def test_an_error_after_rows_were_drawn_crosses_as_its_kind_only(
     )
 
 
+def test_a_model_that_cannot_train_row_by_row_costs_nothing_and_is_told(
+    ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from client_app import trainer
+    from privet.errors import ConfigError
+
+    def explode(*_: object, **__: object) -> None:
+        raise ConfigError("layer 3: the loss of one example has a gradient in the rows of others")
+
+    monkeypatch.setattr(trainer.GradientEngine, "refuse_mixing", explode)
+    failed = unpack_failure(answer(ask()))
+    assert failed is not None
+    assert (failed.kind, failed.uncharged) == ("config", True)
+    assert failed.reason.startswith("layer 3: the loss of one example")
+    assert entries(ask()) == 0
+    monkeypatch.undo()
+    trained(ask())  # the same request again, as nothing was charged for it
+
+
 def test_a_phase_that_was_cut_off_is_neither_repeated_nor_called_uncharged(
     ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,7 +476,7 @@ def test_a_phase_that_was_cut_off_is_neither_repeated_nor_called_uncharged(
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.Trainer, "train_private", die)
+    monkeypatch.setattr(trainer.GradientEngine, "private_sum", die)
     with pytest.raises(KeyboardInterrupt):
         answer(ask())
     monkeypatch.undo()

@@ -15,6 +15,7 @@ from client_app.trainer import Noise, Trainer
 from privet.adapters import AdaptedModel, build_model
 from privet.config import Config, compose
 from privet.data.collate import Tokenised, pad_batch
+from privet.errors import ConfigError
 from privet.privacy.rng import SeededRandomness
 from privet.projection import Projection, flatten, random_projection
 from privet.trainables import THETA, Factors, Projected
@@ -311,3 +312,44 @@ def test_a_row_that_is_not_finite_counts_for_nothing_and_spoils_nothing(settings
     assert seen.nonfinite == 1
     assert all(bool(torch.isfinite(v).all()) for v in model.read(names).values())
     assert bool(model.read(["head.bias"])["head.bias"].any())
+
+
+def mix(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
+    """Take the mean over the batch off, as no model of transformers does."""
+    return output - output.mean(0, keepdim=True)
+
+
+def test_a_model_that_mixes_a_batch_is_refused_before_a_row_is_drawn(settings: list[str]) -> None:
+    """From the values a run starts with: the head and every B are zero, and no gradient of a row would show it."""
+
+    class Untouched(Everything):
+        def uniform(self, n: int) -> NDArray[np.float64]:
+            raise AssertionError("a row was drawn")
+
+    config = tiny(settings, "privacy.clip=1.0", "train.micro_batch=4")
+    model, data = build_model(config), rows()
+    names = [*model.spec.lora, *model.spec.head]
+    before = model.read(names)
+    handle = model.module.backbone.get_submodule("encoder.layer.0.output").register_forward_hook(mix)
+    with pytest.raises(ConfigError, match=r"the loss of one example has a gradient in the rows of others"):
+        trainer(config, model, data).train_private(Factors(model, names), 1, Noise(1.0, 0.0, Untouched()))
+    after = model.read(names)
+    assert all(torch.equal(after[n], before[n]) for n in names)
+    trainer(config, model, data).train_plain(Factors(model, names), 1, 0)  # no promise, no refusal
+    alone = tiny(settings, "privacy.clip=1.0", "train.micro_batch=1")
+    trainer(alone, model, data).train_private(Factors(model, names), 1, Noise(1.0, 0.0, Everything()))
+    handle.remove()
+    trainer(config, model, data).train_private(Factors(model, names), 1, Noise(1.0, 0.0, Everything()))
+
+
+def test_looking_for_mixing_leaves_no_trace(settings: list[str]) -> None:
+    config = tiny(settings, "privacy.clip=1.0", "train.micro_batch=4", "model.lora.dropout=0.5")
+    model, data = build_model(config), rows()
+    model.load(start(model))
+    names = [*model.spec.lora, *model.spec.head]
+    before, state = model.read(names), torch.get_rng_state()
+    seen = trainer(config, model, data).train_private(Factors(model, names), 0, Noise(1.0, 0.0, Nothing()))
+    after = model.read(names)
+    assert all(torch.equal(after[n], before[n]) for n in names)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (seen.steps, seen.drawn) == (0, ())

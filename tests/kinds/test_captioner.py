@@ -272,3 +272,13 @@ def test_the_encoders_weights_are_part_of_the_models_hash(
     config = compose(where)
     text = compose(["model=pretrained", f"model.path={base}", "task=e2e", "task.path=x", "task.test_path=y"])
     assert base_weights(config, fetch=False) != base_weights(text, fetch=False)
+
+
+def test_rows_that_nobody_wrote_have_one_image_each_and_teach(small: list[str]) -> None:
+    config, model, _ = built(small)
+    kind = kind_of(config)
+    batch = kind.made_up(model)
+    losses = kind.losses(model.module, batch)
+    assert batch["input_ids"].shape[1] > CELLS
+    assert bool((losses > 0).all())
+    assert float(losses[0]) != pytest.approx(float(losses[1]))

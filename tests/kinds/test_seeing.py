@@ -293,3 +293,13 @@ def test_a_projector_with_a_norm_layer_does_not_train(seen: Callable[..., Seen])
     with torch.no_grad():
         losses = kind.losses(model.module, kind.collate(rows, np.arange(4), 0, "cpu"))
     assert bool(losses.isfinite().all())
+
+
+def test_rows_that_nobody_wrote_have_one_image_each_and_teach(seen: Callable[..., Seen]) -> None:
+    _, model, _, kind = seen("model.projector=trained")
+    batch = kind.made_up(model)
+    assert (batch["input_ids"] == model.spec.image_token).sum(1).tolist() == [TOKENS, TOKENS]
+    losses = kind.losses(model.module, batch)
+    assert len(losses) == 2
+    assert bool((losses > 0).all())
+    assert float(losses[0]) != pytest.approx(float(losses[1]))
