@@ -22,7 +22,7 @@ from torch import Tensor
 
 from privet.adapters import AdapterSpec, Shapes, TargetModule, count
 from privet.config import Config
-from privet.errors import Refusal
+from privet.errors import ConfigError, Refusal
 from privet.trainables import Factors
 from privet.wire import Arrays, Payload, check_arrays
 from strategies.base import LoraStrategy, Session
@@ -41,6 +41,11 @@ class Folding(LoraStrategy):
 
     def __init__(self, config: Config, spec: AdapterSpec) -> None:
         super().__init__(config, spec)
+        if config.model.bits is not None:
+            raise ConfigError(
+                f"model.bits = {config.model.bits} is not allowed with method={config.method.name}, which changes the "
+                "base weights: null"
+            )
         self._stack_names = set(self.stacks(1))
 
     # --- what a method states --------------------------------------------------------------------

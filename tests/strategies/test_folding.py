@@ -337,6 +337,14 @@ def test_a_base_that_cannot_be_changed_is_refused_before_the_first_round_trains(
     assert node.trained == []
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_few_bits_are_refused_with_the_plan(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"model\.bits = 4 is not allowed with method={name}, which changes"
+    ):
+        make_plan(compose([f"method={name}", "model.bits=4"]))
+
+
 # --- plans and remarks ---------------------------------------------------------------------------
 
 
