@@ -5,7 +5,8 @@
 Stage 1: every method trains at the private budget with its learning rate times 1/3, 1 and 3 (the probe's head rate),
 scored on rows set apart from the training rows. The best rate is kept; no epsilon covers this choice. Stage 2: three
 other seeds with that rate at the private budget, and with the method's own untuned rate without privacy, scored on
-the public test rows. ``key=value`` changes the setting of all runs.
+the public test rows. Pairs that the papers compare are also compared seed by seed: both have the same rows and start.
+``key=value`` changes the setting of all runs.
 
 Every run is the real server and the real clients in a folder of its own, in this process and without Ray, whose start
 would take half of the time. The same command again goes on where the last one stopped, and may run beside it, once for
@@ -53,6 +54,7 @@ METHODS = (
 FACTORS = (1 / 3, 1.0, 3.0)
 SEEDS = (1, 2, 3)
 BUDGETS = ("dp", "none")
+PAIRS = (("fedhsip", "unilora"), ("fedask", "fedavg"))
 PROTOCOL = ["train.local_steps=2", "train.batch_size=64", "evaluate_every=6"]
 VALIDATION = ["task.validation_rows=1300", "privacy=dp", "seed=0"]
 
@@ -130,7 +132,7 @@ class Comparison:
                         yield trial
 
     def tables(self) -> str:
-        """Both tables in Markdown, accuracies in per cent."""
+        """All tables in Markdown, accuracies in per cent, differences in points."""
         lines = ["| method | rates tried, and the accuracy on validation rows | rate |", "|---|---|---|"]
         for method in self.methods:
             tried = [f"{rate:g}: {_cell([t])}" for rate, t in self.tuning(method).items()]
@@ -141,17 +143,39 @@ class Comparison:
         for method in self.methods:
             cells = [_cell([self.final(method, b, s) for s in SEEDS]) for b in BUDGETS]
             lines.append(f"| `{method}` | {' | '.join(cells)} |")
+        lines += [
+            "",
+            f"| difference of a seed's two runs | epsilon {epsilon:g} | not private |",
+            "|---|---|---|",
+        ]
+        for one, other in PAIRS:
+            cells = [_mean(self.differences(one, other, budget), len(SEEDS)) for budget in BUDGETS]
+            lines.append(f"| `{one}` less `{other}` | {' | '.join(cells)} |")
         return "\n".join(lines)
+
+    def differences(self, one: str, other: str, budget: str) -> list[float]:
+        """By how much one method's accuracy is above the other's, for every seed that both have finished."""
+        scores = [[_accuracy(self.final(method, budget, s)) for s in SEEDS] for method in (one, other)]
+        return [a - b for a, b in zip(*scores, strict=True) if a is not None and b is not None]
+
+
+def _accuracy(trial: Trial | None) -> float | None:
+    return None if trial is None else trial.accuracy()
 
 
 def _cell(trials: Sequence[Trial | None]) -> str:
-    """Mean and standard deviation of the finished runs, with their number where some are open."""
-    scores = [100 * s for t in trials if t is not None and (s := t.accuracy()) is not None]
-    if not scores:
+    """Mean and standard deviation of the finished runs' accuracies."""
+    return _mean([s for t in trials if (s := _accuracy(t)) is not None], len(trials))
+
+
+def _mean(values: Sequence[float], planned: int) -> str:
+    """Mean and standard deviation times 100, with the number of values where some are open."""
+    if not values:
         return "open"
-    spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
-    part = f" ({len(scores)} of {len(trials)})" if len(scores) < len(trials) else ""
-    return f"{statistics.mean(scores):.2f}{spread}{part}"
+    scaled = [100 * v for v in values]
+    spread = f" ± {statistics.stdev(scaled):.2f}" if len(scaled) > 1 else ""
+    part = f" ({len(scaled)} of {planned})" if len(scaled) < planned else ""
+    return f"{statistics.mean(scaled):.2f}{spread}{part}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

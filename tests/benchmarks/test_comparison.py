@@ -69,3 +69,15 @@ def test_the_tables_have_mean_and_spread_and_say_what_is_open(plan: Comparison) 
     assert "| `probe` | 3.3: 3.30, 10: 10.00, 30: 30.00 | 30 |" in plan.tables()
     assert "| `probe` | 75.00 (1 of 3) | 83.00 ± 3.61 |" in plan.tables()
     assert "| `ffa_lora` | open | open |" in plan.tables()
+
+
+def test_pairs_are_compared_seed_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "is_completed", lambda path: (path / "summary.json").exists())
+    plan = Comparison(tmp_path, ["fedhsip", "unilora"], [])
+    for seed, accuracy in ((1, 0.80), (3, 0.86)):
+        finish(plan.final("fedhsip", "none", seed), accuracy)
+    for seed, accuracy in ((1, 0.81), (2, 0.60), (3, 0.83)):
+        finish(plan.final("unilora", "none", seed), accuracy)
+    assert plan.differences("fedhsip", "unilora", "none") == pytest.approx([-0.01, 0.03])
+    assert "| `fedhsip` less `unilora` | open | 1.00 ± 2.83 (2 of 3) |" in plan.tables()
+    assert "| `fedask` less `fedavg` | open | open |" in plan.tables()
