@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from privet.config import TrainConfig
+from privet.environment import available_cpus
 from privet.errors import ConfigError
 
 
@@ -71,9 +71,9 @@ def resources_warning(train: TrainConfig, gpus_per_client: float, gpus: int) -> 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let PyTorch use every core for a while, where nothing else of a run computes."""
+    """Let PyTorch use every core that there is for it, for a while in which nothing else of a run computes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(available_cpus())
     try:
         yield
     finally:

@@ -14,6 +14,12 @@ FLOWER = {
 """For every process of Flower: nothing is installed at run time, nothing calls home, logs come as they are written."""
 
 
+def available_cpus() -> int:
+    """Return how many CPU cores this process may use, which can be fewer than the machine has."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def quiet_libraries() -> None:
     """Keep library chatter out of a command's output."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

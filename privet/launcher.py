@@ -35,7 +35,7 @@ from typing import IO, Any, Literal
 
 import psutil
 
-from privet.environment import FLOWER
+from privet.environment import FLOWER, available_cpus
 from privet.errors import ConfigError, PrivetError
 
 MARKER = "PRIVET_LAUNCH"
@@ -550,7 +550,7 @@ def _with_ray_cpus(federation: Mapping[str, str | int | float]) -> dict[str, str
         return settings
     useful = int(settings.get("num-supernodes", 2)) * share
     # At least one client must fit, or Flower would wait for ever with no worker.
-    settings.setdefault("init-args-num-cpus", max(share, min(os.cpu_count() or 1, useful)))
+    settings.setdefault("init-args-num-cpus", max(share, min(available_cpus(), useful)))
     return settings
 
 

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 from privet import runner
 from privet.atomic import write_atomic
 from privet.config import Bounds, Config, compose, parse, quoted
+from privet.environment import available_cpus
 from privet.errors import ConfigError, PrivetError
 from privet.experiments import Block, unfold
 
@@ -94,7 +95,7 @@ def read_settings(overrides: Sequence[str]) -> tuple[SweepSettings, list[str]]:
             raise ConfigError(f"{choice.key} is not allowed to be swept: it is a setting of the sweep")
         given[choice.key.removeprefix(PREFIX)] = _parse(choice.overrides[0]).value()
     settings = parse(SweepSettings, {"parallel": SweepSettings.parallel, **given}, PREFIX.rstrip("."))
-    cores = os.cpu_count() or 1
+    cores = available_cpus()
     if settings.parallel > cores:
         raise ConfigError(
             f"sweep.parallel = {settings.parallel} is not allowed: at most {cores}, one for each CPU core"
@@ -398,7 +399,7 @@ def device_of(slot: int, visible: Sequence[str], slots: int) -> str | None:
 
 def cpus_of(slots: int) -> int | None:
     """Return the CPU cores of one slot; None: all of them."""
-    return max(1, (os.cpu_count() or 1) // slots) if slots > 1 else None
+    return max(1, available_cpus() // slots) if slots > 1 else None
 
 
 def _device_errors(combinations: Sequence[Combination], visible: Sequence[str], slots: int) -> list[str]:

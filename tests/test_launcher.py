@@ -77,7 +77,7 @@ def test_run_config_values_survive_toml(value: str | int) -> None:
 def test_ray_gets_no_more_cpus_than_it_can_use(
     monkeypatch: pytest.MonkeyPatch, cores: int, federation: dict[str, str | int | float], cpus: int
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(launcher, "available_cpus", lambda: cores)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert launcher._with_ray_cpus(federation)["init-args-num-cpus"] == cpus
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # Ray refuses a number beside an existing cluster

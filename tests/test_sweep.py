@@ -77,7 +77,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the plan check and the child process, which need PyTorch and Flower."""
     monkeypatch.setattr(runner, "check", passed)
     monkeypatch.setattr(slots, "child_command", stub_command)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sweep, "available_cpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

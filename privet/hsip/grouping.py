@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from privet.environment import available_cpus
 from privet.hsip.slots import slot_bounds
 
 Ints = NDArray[np.int64]
@@ -21,12 +21,6 @@ PIECES = 16
 
 BLOCK = 1 << 15
 """Slots among which anchors are sought; more are first halved into blocks, which keeps a pass near-linear."""
-
-
-def available_cpus() -> int:
-    """Return how many CPUs this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 class Workers:
