@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from privet.config import compose
-from privet.devices import pick_device, pick_dtype, resources_warning
+from privet.devices import all_cores, pick_device, pick_dtype, resources_warning
 from privet.errors import ConfigError
 
 
@@ -56,3 +58,12 @@ def test_a_bfloat16_base_trains_factors_in_float32(settings: list[str]) -> None:
     assert {model.parameter(n).dtype for n in (*model.spec.lora, *model.spec.head)} == {torch.float32}
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
     assert model.module(**inputs).dtype == torch.float32
+
+
+def test_all_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that shares a machine, by its own pinning or a scheduler's, takes no other's cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    with all_cores():
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == 1
