@@ -60,8 +60,10 @@ class FedHSIPParams:
     warmup_rounds : int
         Rounds of FedIT with every node before the assignment; used with ``hsip`` only.
     warmup_lr : float or None
-        Learning rate of the factors in the warm-up; None: ``train.lr``. The statistics do not depend on its size,
-        but the head, which stays, is trained beside the factors, which do not: small steps keep it fitting.
+        Learning rate of the factors in the warm-up; None: ``train.lr``. While steps are small the statistics do not
+        depend on its size, but the head, which stays, is trained beside the factors, which do not: small steps keep
+        it fitting. With AdamW it is how far every coordinate goes in a step: a rate of SGD's size ruins the model,
+        and the statistics with it.
     warmup_privacy : {"dp", "public", "none"}
         ``dp``: warm-up rounds are DP-SGD, charged. ``public``: they train on public rows without noise and without a
         charge: on a real node on its owner's ``public-path``, in a simulation on a share of the task's test rows for

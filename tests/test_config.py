@@ -83,6 +83,14 @@ def test_lr_and_optimizer_are_the_methods_own_until_they_are_set() -> None:
     assert [compose([f"privacy={p}"]).train.optimizer for p in ("dp", "none")] == ["sgd", "adamw"]
 
 
+def test_the_warmups_rate_is_its_optimizers() -> None:
+    """AdamW moves every coordinate by the rate, so that SGD's 0.5 would ruin the model in a step."""
+    rates = [compose(["method=fedhsip", f"privacy={p}"]).method.params["warmup_lr"] for p in ("dp", "none")]
+    assert rates == [0.5, None]
+    set_by_hand = compose(["method=fedhsip", "privacy=none", "method.warmup_lr=0.01"])
+    assert set_by_hand.method.params["warmup_lr"] == 0.01
+
+
 def test_json_round_trip_keeps_everything_and_the_hash_sees_every_change() -> None:
     config = compose(CSV)
     again = Config.from_json(config.to_json())
